@@ -1,0 +1,110 @@
+"""What every engine speaks: facts of a model, token sequences, per-token scores, captures.
+
+Shape legend: T tokens of one sequence, W width of a site, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from rpadiag.errors import InputError
+from rpadiag.sites import all_sites
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What a checkpoint's configuration says, the same for both stacks.
+
+    family: one of the families of :mod:`rpadiag.engines.families`.
+    qk_norm: whether queries and keys are normalised per head before RoPE.
+    max_positions: largest sequence length in tokens.
+    sites: every site of the model in execution order; absent: points this family lacks, with the reason.
+    sliding_windows: attention window in tokens of each layer, None where a layer sees the whole prefix.
+    """
+
+    family: str
+    architecture: str
+    num_layers: int
+    qk_norm: bool
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    max_positions: int
+    rms_eps: float
+    tied_head: bool = False
+    sliding_windows: tuple[int | None, ...] = ()
+    absent: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Every site of this model in execution order."""
+        return tuple(all_sites(self.num_layers, qk_norm=self.qk_norm))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSequence:
+    """Token ids of one sequence: the prompt's, then generated ones, if any.
+
+    prompt: index of the prompt in the prompt file.
+    """
+
+    prompt: int
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.num_prompt_tokens <= len(self.token_ids):
+            raise InputError(
+                f"prompt {self.prompt} has {len(self.token_ids)} tokens, of which {self.num_prompt_tokens} are said to be its prompt",
+                hint="a sequence needs at least one prompt token",
+            )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenScores:
+    """How a model scores tokens 1 .. T-1 of a sequence, each given the tokens before it.
+
+    logprob: float32 [T-1], nats, natural logarithm of the raw (temperature 1) probability of the token.
+    entropy: float32 [T-1], nats, of the distribution the token was drawn from.
+    rank:    int32 [T-1], 1 is the most likely token; ties count in the token's favour.
+    argmax:  int32 [T-1], the most likely token id.
+    positions: int64 [T], the positions that rotary embeddings were computed for, None if not observed.
+    """
+
+    logprob: npt.NDArray[np.float32]
+    entropy: npt.NDArray[np.float32]
+    rank: npt.NDArray[np.int32]
+    argmax: npt.NDArray[np.int32]
+    positions: npt.NDArray[np.int64] | None = None
+
+    def __len__(self) -> int:
+        return len(self.logprob)
+
+
+class Capture(Protocol):
+    """The intermediates of one sequence, one site at a time."""
+
+    @property
+    def sites(self) -> Sequence[str]:
+        """Sites present, in execution order."""
+        ...
+
+    @property
+    def positions(self) -> npt.NDArray[np.int64] | None:
+        """int64 [T]: position of each token as the engine used it; None where it was not observed."""
+        ...
+
+    def read(self, site: str) -> torch.Tensor:
+        """Tensor [T, W] of a site on the CPU in the captured dtype; an absent site raises CaptureError."""
+        ...
