@@ -1,0 +1,18 @@
+"""Llama, and SmolLM2 and others that use its architecture."""
+
+from __future__ import annotations
+
+from rpadiag.engines.families.sitemap import FUSED, NO_QK_NORM, Family, rollout_points, trainer_points
+
+FAMILY = Family(
+    name="llama",
+    architectures=("LlamaForCausalLM",),
+    qk_norm=False,
+    trainer=trainer_points(qk_norm=False),
+    rollout=rollout_points(qk_norm=False),
+    fused=FUSED,
+    absent=NO_QK_NORM,
+    refused={
+        "quantization_config": "quantised linears are not the ones this site map names",
+    },
+)

@@ -1,0 +1,19 @@
+"""Mistral: as Llama, with a sliding attention window on every layer."""
+
+from __future__ import annotations
+
+from rpadiag.engines.families.sitemap import FUSED, NO_QK_NORM, Family, rollout_points, trainer_points
+
+FAMILY = Family(
+    name="mistral",
+    architectures=("MistralForCausalLM",),
+    qk_norm=False,
+    trainer=trainer_points(qk_norm=False),
+    rollout=rollout_points(qk_norm=False),
+    fused=FUSED,
+    absent=NO_QK_NORM,
+    refused={
+        "quantization_config": "quantised linears are not the ones this site map names",
+        "llama_4_scaling": "its query is scaled by position after RoPE, which no site shows",
+    },
+)

@@ -1,0 +1,20 @@
+"""Qwen2 and Qwen2.5: as Llama, with biases on q, k and v."""
+
+from __future__ import annotations
+
+from rpadiag.engines.families.sitemap import FUSED, NO_QK_NORM, Family, rollout_points, trainer_points
+
+FAMILY = Family(
+    name="qwen2",
+    architectures=("Qwen2ForCausalLM",),
+    qk_norm=False,
+    trainer=trainer_points(qk_norm=False),
+    rollout=rollout_points(qk_norm=False),
+    fused=FUSED,
+    absent=NO_QK_NORM,
+    refused={
+        "quantization_config": "quantised linears are not the ones this site map names",
+        "dual_chunk_attention_config": "vLLM then computes attention in chunks with their own positions",
+        "qk_norm": "vLLM then normalises q and k, transformers does not",
+    },
+)

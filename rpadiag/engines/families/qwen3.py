@@ -1,0 +1,19 @@
+"""Qwen3: per-head norms of q and k between the projections and RoPE."""
+
+from __future__ import annotations
+
+from rpadiag.engines.families.sitemap import FUSED, Family, rollout_points, trainer_points
+
+FAMILY = Family(
+    name="qwen3",
+    architectures=("Qwen3ForCausalLM",),
+    qk_norm=True,
+    trainer=trainer_points(qk_norm=True),
+    rollout=rollout_points(qk_norm=True),
+    fused=FUSED,
+    absent={},
+    refused={
+        "quantization_config": "quantised linears are not the ones this site map names",
+        "dual_chunk_attention_config": "vLLM then computes attention in chunks with their own positions",
+    },
+)
