@@ -1,0 +1,153 @@
+"""The vocabulary of sites: semantic points of a decoder, the same for every model family and stack.
+
+A site is named ``embed``, ``layers.<N>.<point>``, ``final_norm``, ``logits`` or ``logprob``. Tensors at a
+site are token-major, ``[T, width]`` (heads are flattened into the width), so that one prompt's
+activations from two stacks can be laid over one another without knowing either stack.
+
+Every point belongs to one region and lists the points that its operation reads; the latter is
+what makes a divergence *local*: the operation fed the other stack's tensors at exactly those points.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rpadiag.errors import UsageError, unknown_name
+
+ALIGNABLE_REGIONS = ("rope", "swiglu", "rmsnorm")
+REGIONS = (*ALIGNABLE_REGIONS, "qk_norm", "attention", "matmul", "lm_head", "embed", "sampling")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One named point of the network.
+
+    reads: points its operation takes as input, in argument order; ``^x`` is point ``x`` of the layer
+    below (``embed`` below layer 0) and ``?x`` one that only some families have (the next entry is then
+    the fallback).
+    """
+
+    name: str
+    region: str
+    reads: tuple[str, ...]
+    text: str
+
+
+LAYER_POINTS: tuple[Point, ...] = (
+    Point(name="input_norm", region="rmsnorm", reads=("^resid_mlp",), text="normalised input of attention"),
+    Point(name="q", region="matmul", reads=("input_norm",), text="query projection"),
+    Point(name="k", region="matmul", reads=("input_norm",), text="key projection"),
+    Point(name="v", region="matmul", reads=("input_norm",), text="value projection"),
+    Point(name="q_norm", region="qk_norm", reads=("q",), text="per-head normalised query"),
+    Point(name="k_norm", region="qk_norm", reads=("k",), text="per-head normalised key"),
+    Point(name="q_rope", region="rope", reads=("?q_norm", "q"), text="query after RoPE"),
+    Point(name="k_rope", region="rope", reads=("?k_norm", "k"), text="key after RoPE"),
+    Point(name="attn", region="attention", reads=("q_rope", "k_rope", "v"), text="attention output, heads concatenated"),
+    Point(name="o", region="matmul", reads=("attn",), text="output projection"),
+    Point(name="resid_attn", region="rmsnorm", reads=("^resid_mlp", "o"), text="residual stream after attention"),
+    Point(name="post_norm", region="rmsnorm", reads=("resid_attn",), text="normalised input of the MLP"),
+    Point(name="gate", region="matmul", reads=("post_norm",), text="gate projection"),
+    Point(name="up", region="matmul", reads=("post_norm",), text="up projection"),
+    Point(name="act", region="swiglu", reads=("gate", "up"), text="SwiGLU product"),
+    Point(name="down", region="matmul", reads=("act",), text="down projection"),
+    Point(name="resid_mlp", region="rmsnorm", reads=("resid_attn", "down"), text="residual stream after the MLP"),
+)
+HEAD_POINTS: tuple[Point, ...] = (
+    Point(name="embed", region="embed", reads=(), text="token embedding"),
+    Point(name="final_norm", region="rmsnorm", reads=("^resid_mlp",), text="normalised input of the head"),
+    Point(name="logits", region="lm_head", reads=("final_norm",), text="logits"),
+    Point(name="logprob", region="sampling", reads=("logits",), text="log-probability of the next token"),
+)
+POINTS: dict[str, Point] = {p.name: p for p in (*LAYER_POINTS, *HEAD_POINTS)}
+
+
+def layer_site(layer: int, point: str) -> str:
+    """Address of a layer's point: ``layer_site(3, "q_rope") == "layers.3.q_rope"``."""
+    return f"layers.{layer}.{point}"
+
+
+def split_site(site: str) -> tuple[int | None, str]:
+    """(layer, point) of a site; the layer is None outside the decoder layers. Unknown sites raise."""
+    parts = site.split(".")
+    if len(parts) == 1 and site in {p.name for p in HEAD_POINTS}:
+        return None, site
+    if len(parts) == 3 and parts[0] == "layers" and parts[1].isdigit() and parts[2] in {p.name for p in LAYER_POINTS}:
+        return int(parts[1]), parts[2]
+    raise unknown_name("site", site, [p.name for p in HEAD_POINTS] + [f"layers.N.{p.name}" for p in LAYER_POINTS])
+
+
+def region_of(site: str) -> str:
+    """Region that a site belongs to."""
+    return POINTS[split_site(site)[1]].region
+
+
+def all_sites(num_layers: int, *, qk_norm: bool) -> list[str]:
+    """Every site of a decoder in execution order; ``qk_norm`` says whether the family has per-head norms."""
+    points = [p.name for p in LAYER_POINTS if qk_norm or p.region != "qk_norm"]
+    body = [layer_site(n, p) for n in range(num_layers) for p in points]
+    return ["embed", *body, "final_norm", "logits", "logprob"]
+
+
+def inputs_of(site: str, available: Iterable[str], *, num_layers: int) -> tuple[str, ...]:
+    """Sites that the operation behind ``site`` reads, resolved against the sites a model has."""
+    have = set(available)
+    layer, point = split_site(site)
+
+    def resolve(name: str) -> str:
+        if name.startswith("^"):
+            below = (num_layers if layer is None else layer) - 1
+            return "embed" if below < 0 else layer_site(below, name[1:])
+        return name if layer is None else layer_site(layer, name)
+
+    found: list[str] = []
+    optional_hit = False
+    for name in POINTS[point].reads:
+        if name.startswith("?"):
+            candidate = resolve(name[1:])
+            optional_hit = candidate in have
+            if optional_hit:
+                found.append(candidate)
+        elif optional_hit:
+            optional_hit = False
+        else:
+            found.append(resolve(name))
+    return tuple(found)
+
+
+def match_sites(patterns: Sequence[str], available: Sequence[str]) -> list[str]:
+    """Sites that any glob pattern selects, in execution order.
+
+    A pattern is matched against the whole address or the point alone (``q_rope`` means every
+    layer's). ``[`` is literal: addresses have no character classes. A pattern that selects nothing is
+    an error, never an empty result.
+    """
+    if not patterns:
+        return list(available)
+    chosen: set[str] = set()
+    for pattern in patterns:
+        escaped = pattern.replace("[", "[[]")
+        hits = {
+            s for s in available if fnmatch.fnmatchcase(s, escaped) or fnmatch.fnmatchcase(s.rsplit(".", 1)[-1], escaped)
+        }
+        if not hits:
+            points = list(dict.fromkeys(s.rsplit(".", 1)[-1] for s in available))
+            raise UsageError(
+                f"site pattern {pattern!r} matches nothing",
+                detail=f"known sites: {', '.join(points)} (per layer as layers.N.<site>)",
+                hint="patterns are globs over addresses such as layers.0.q_rope, layers.*.attn or *_norm",
+            )
+        chosen |= hits
+    return [s for s in available if s in chosen]
+
+
+def check_regions(names: Iterable[str], *, known: Sequence[str] = ALIGNABLE_REGIONS) -> tuple[str, ...]:
+    """Validate region names, dropping repeats and keeping the order given."""
+    out: list[str] = []
+    for name in names:
+        if name not in known:
+            raise unknown_name("region", name, known)
+        if name not in out:
+            out.append(name)
+    return tuple(out)
