@@ -1,0 +1,1 @@
+"""What a command does, from options to a run directory; the only place where engines meet attribution."""

@@ -1,0 +1,177 @@
+"""The options of each workflow: frozen, validated once, written into the run's manifest as given.
+
+A value out of range or an unknown name raises ``UsageError`` here, so that the command line and library
+callers get the same message. Whatever ``None`` stands for is chosen by the workflow and recorded in the
+manifest as effective.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rpadiag.errors import UsageError, unknown_name
+from rpadiag.sites import ALIGNABLE_REGIONS, check_regions
+
+DTYPES = ("bfloat16", "float16", "float32", "auto")
+ROLLOUTS = ("vllm", "emulated")
+CONTROLS = ("fp32", "none")
+MODES = ("eager", "compiled")
+STACKS = ("trainer", "rollout")
+ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
+DEFAULT_CONTRACT = "fp32-output"
+
+
+def _one_of(kind: str, value: str, known: Iterable[str]) -> None:
+    if value not in known:
+        raise unknown_name(kind, value, known)
+
+
+def _at_least(name: str, value: int | None, minimum: int) -> None:
+    if value is not None and value < minimum:
+        raise UsageError(f"{name} must be at least {minimum}, not {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """What every command that runs a model needs.
+
+    model:   a local directory, a hub id, or the alias ``smollm2-135m``.
+    prompts: a .txt, .jsonl or .parquet file (see ``rpadiag.prompts``).
+    dtype:   dtype of weights and activations on both stacks; ``auto`` is the checkpoint's.
+    device:  ``cpu``, ``cuda`` or ``auto`` (cuda where there is one).
+    max_tokens: keep the first N tokens of each prompt; None keeps all.
+    revision: hub revision; None is the default branch (resolved and recorded).
+    """
+
+    model: str
+    prompts: Path
+    dtype: str = "bfloat16"
+    device: str = "auto"
+    max_tokens: int | None = None
+    seed: int = 0
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, DTYPES)
+        if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("cuda:"):
+            raise unknown_name("device", self.device, ("auto", "cpu", "cuda", "cuda:N"))
+        _at_least("--max-tokens", self.max_tokens, 2)  # a sequence of one token has no logprob
+        _at_least("--seed", self.seed, 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as plain JSON values, paths as text."""
+        return {k: _plain(v) for k, v in dataclasses.asdict(self).items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(ModelOptions):
+    """``rpadiag compare``.
+
+    run:      the directory to write.
+    rollout:  ``vllm`` is the real engine, ``emulated`` a transformers forward that follows ``emulate``.
+    emulate:  preset that an emulated rollout follows; None is the preset of vLLM on this device.
+    mode:     whether the real engine runs eager (every site is seen) or compiled (attention sites only).
+    attention: attention implementation of the trainer.
+    sites:    glob patterns over site addresses; empty is every site.
+    generate: tokens that the rollout samples after each prompt and both stacks then score.
+    align:    regions in which the trainer is aligned before the comparison.
+    contract: preset that ``align`` follows.
+    control:  ``fp32`` runs both stacks again in FP32, where rounding vanishes and mistakes stay.
+    """
+
+    run: Path
+    rollout: str = "vllm"
+    emulate: str | None = None
+    mode: str = "eager"
+    attention: str = "sdpa"
+    sites: tuple[str, ...] = ()
+    generate: int = 0
+    align: tuple[str, ...] = ()
+    contract: str = DEFAULT_CONTRACT
+    control: str = "fp32"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _one_of("rollout", self.rollout, ROLLOUTS)
+        _one_of("mode", self.mode, MODES)
+        _one_of("attention", self.attention, ATTENTIONS)
+        _one_of("control", self.control, CONTROLS)
+        _at_least("--generate", self.generate, 0)
+        check_regions(self.align)
+        if self.emulate is not None and self.rollout != "emulated":
+            raise UsageError("--emulate names what an emulated rollout follows", hint="add --rollout emulated")
+        if self.mode == "compiled" and self.rollout == "emulated":
+            raise UsageError(
+                "--mode compiled needs the real engine", hint="use --rollout emulated --emulate vllm-compiled"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BisectOptions(ModelOptions):
+    """``rpadiag bisect``.
+
+    run:        the directory to write.
+    regions:    regions whose part of the divergence is estimated, each alone and all together.
+    contract:   preset that an aligned region follows.
+    replicates: rounding replicates per arm; the standard error falls with their square root.
+    """
+
+    run: Path
+    regions: tuple[str, ...] = ALIGNABLE_REGIONS
+    contract: str = DEFAULT_CONTRACT
+    replicates: int = 16
+    attention: str = "sdpa"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_regions(self.regions)
+        if not self.regions:
+            raise UsageError("no region to attribute to", hint=f"--regions {','.join(ALIGNABLE_REGIONS)}")
+        _at_least("--replicates", self.replicates, 2)  # a variance needs two
+        _one_of("attention", self.attention, ATTENTIONS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FingerprintOptions:
+    """``rpadiag fingerprint``: a run or bundle, or a model with prompts and the stack to look at.
+
+    target:  a run directory, a bundle directory, or a model when ``prompts`` is given.
+    stack:   which stack's kernels to look at.
+    regions: regions to fingerprint.
+    output:  JSON file that ``rpadiag.align`` reads; None writes none.
+    """
+
+    target: str
+    prompts: Path | None = None
+    stack: str = "rollout"
+    regions: tuple[str, ...] = ALIGNABLE_REGIONS
+    output: Path | None = None
+    dtype: str = "bfloat16"
+    device: str = "auto"
+    mode: str = "eager"
+    max_tokens: int | None = None
+    seed: int = 0
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("stack", self.stack, STACKS)
+        _one_of("mode", self.mode, MODES)
+        _one_of("dtype", self.dtype, DTYPES)
+        check_regions(self.regions, known=(*ALIGNABLE_REGIONS, "qk_norm"))
+        _at_least("--max-tokens", self.max_tokens, 2)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as plain JSON values, paths as text."""
+        return {k: _plain(v) for k, v in dataclasses.asdict(self).items()}
