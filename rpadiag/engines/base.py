@@ -66,7 +66,7 @@ class TokenSequence:
     def __post_init__(self) -> None:
         if not 0 < self.num_prompt_tokens <= len(self.token_ids):
             raise InputError(
-                f"prompt {self.prompt} has {len(self.token_ids)} tokens, of which {self.num_prompt_tokens} are said to be its prompt",
+                f"prompt {self.prompt} has {len(self.token_ids)} tokens, {self.num_prompt_tokens} of them its prompt",
                 hint="a sequence needs at least one prompt token",
             )
 
