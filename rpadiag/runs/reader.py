@@ -1,0 +1,225 @@
+"""Reading a run directory: only complete ones, checked against the schema before anything is believed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rpadiag.errors import InputError, NotComparableError
+from rpadiag.runs.schema import FORMAT_NAME, FORMAT_VERSION, Table, table_named
+from rpadiag.runs.writer import FINDINGS, MANIFEST, METRICS, WEIGHTS
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
+
+
+_DAMAGED = "the run is damaged; make it again"
+_NAME_A_RUN = "name a directory that a rpadiag command wrote with --run"
+
+
+def _load(path: Path) -> Any:
+    """JSON of one file of a run; missing or broken files are an InputError that names the file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}", hint=_DAMAGED) from error
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path} is not valid JSON", detail=str(error), hint=_DAMAGED) from error
+
+
+def status_of(path: Path) -> str | None:
+    """Status that the manifest in ``path`` states; None if there is no readable manifest."""
+    try:
+        data = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        return str(data["status"]) if data["format"] == FORMAT_NAME else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+class Run:
+    """A complete run. Tables are read when asked for, whole or a few columns."""
+
+    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
+        self.path = path
+        self.manifest = manifest
+
+    @property
+    def verdict(self) -> dict[str, Any] | None:
+        """The verdict as written by the command, or None where the command gives none."""
+        found = _load(self.path / FINDINGS)["verdict"]
+        return dict(found) if found else None
+
+    @property
+    def findings(self) -> list[dict[str, Any]]:
+        """Findings, most important first."""
+        return list(_load(self.path / FINDINGS)["findings"])
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Contents of ``metrics.json``; null stands for a value that is not a finite number."""
+        return dict(_load(self.path / METRICS))
+
+    @property
+    def weights(self) -> dict[str, dict[str, str]]:
+        """Tensor digests by stack and tensor name; empty where the command loaded no weights."""
+        return dict(_load(self.path / WEIGHTS)) if "weights" in self.manifest else {}
+
+    def has(self, table: str) -> bool:
+        """Whether the run wrote this table."""
+        return table_named(table).name in self.manifest["tables"]
+
+    def table(self, name: str, columns: Sequence[str] | None = None) -> pa.Table:
+        """A table as Arrow; one that the command did not write is empty, with its columns."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        table = table_named(name)
+        if not self.has(name):
+            empty = table.arrow().empty_table()
+            return empty.select(list(columns)) if columns is not None else empty
+        path = self.path / table.file
+        try:
+            found = pq.read_table(path, columns=None if columns is None else list(columns))
+        except (OSError, pa.ArrowInvalid) as error:
+            raise InputError(f"cannot read {path}", detail=str(error), hint=_DAMAGED) from error
+        if found.num_rows != self.manifest["tables"][name]:
+            raise InputError(
+                f"{path} has {found.num_rows} rows",
+                detail=f"the manifest says {self.manifest['tables'][name]}",
+                hint="the run was changed after it was written; make it again",
+            )
+        _check_columns(path, table, found, columns)
+        return found
+
+    def frame(self, name: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        """A table as pandas; nullable integer columns come as Int32 or Int64, so null stays null."""
+        return _to_pandas(table_named(name), self.table(name, columns))
+
+    def prompts(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        return self.frame("prompts", columns)
+
+    def tokens(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        return self.frame("tokens", columns)
+
+    def sites(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        return self.frame("sites", columns)
+
+    def attribution(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        return self.frame("attribution", columns)
+
+
+def _check_columns(path: Path, table: Table, found: pa.Table, columns: Sequence[str] | None) -> None:
+    expected = table.arrow()
+    for name in columns if columns is not None else table.column_names:
+        if name not in found.column_names or found.schema.field(name).type != expected.field(name).type:
+            have = found.schema.field(name).type if name in found.column_names else "absent"
+            raise InputError(
+                f"{path}: column {name} is {have}, expected {expected.field(name).type}",
+                hint="the file was not written by this version of rpadiag; make the run again",
+            )
+
+
+def _to_pandas(table: Table, found: pa.Table) -> pd.DataFrame:
+    import pandas as pd
+
+    frame = found.to_pandas()
+    for column in table.columns:
+        if column.nullable and column.type in ("int32", "int64") and column.name in found.column_names:
+            dtype: Any = pd.Int32Dtype() if column.type == "int32" else pd.Int64Dtype()
+            frame[column.name] = found.column(column.name).to_pandas(types_mapper=lambda _, d=dtype: d)
+    return frame
+
+
+def open_run(path: str | Path) -> Run:
+    """Open a complete run. Raises InputError for a missing directory, a run that did not finish, or another format."""
+    where = Path(path)
+    if not where.is_dir():
+        raise InputError(f"run {where} does not exist", hint=_NAME_A_RUN)
+    if not (where / MANIFEST).exists():
+        raise InputError(f"{where} is not a run", detail=f"it has no {MANIFEST}", hint=_NAME_A_RUN)
+    manifest = _load(where / MANIFEST)
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT_NAME:
+        raise InputError(f"{where} is not a run", detail=f"its {MANIFEST} is of another kind", hint=_NAME_A_RUN)
+    version = manifest.get("format_version")
+    if version != FORMAT_VERSION:
+        raise InputError(
+            f"run {where} has format version {version}; this rpadiag reads {FORMAT_VERSION}",
+            hint="make the run again with this version, or read it with the version that wrote it",
+        )
+    status = manifest.get("status")
+    if status != "complete":
+        raise InputError(
+            f"run {where} is not complete: its status is {status}", detail=_why(manifest), hint="make the run again"
+        )
+    return Run(where, manifest)
+
+
+def _why(manifest: Mapping[str, Any]) -> str:
+    if manifest.get("status") == "started":
+        return f"started {manifest.get('started_utc')}; it is still running, or its process was killed"
+    error = manifest.get("error") or {}
+    return f"ended {manifest.get('ended_utc')} with {error.get('type')}: {error.get('message')}"
+
+
+def check_same_inputs(run_a: Run, run_b: Run) -> tuple[str, ...]:
+    """Raise NotComparableError unless both runs scored the same tokens with the same weights.
+
+    Returns what could not be checked, in words (a run without a model records no weight digests).
+    """
+    _check_tokens(run_a, run_b)
+    unchecked: list[str] = []
+    weights_a, weights_b = run_a.manifest.get("weights", {}), run_b.manifest.get("weights", {})
+    for stack in sorted(set(weights_a) | set(weights_b)):
+        if stack not in weights_a or stack not in weights_b:
+            lacking = run_b if stack in weights_a else run_a
+            unchecked.append(f"{stack} weights: {lacking.path} records no digest")
+        elif weights_a[stack]["digest"] != weights_b[stack]["digest"]:
+            raise _different_weights(stack, run_a, run_b)
+    if not weights_a and not weights_b:
+        unchecked.append("weights: neither run records a digest")
+    return tuple(unchecked)
+
+
+def _check_tokens(run_a: Run, run_b: Run) -> None:
+    sides = []
+    for run in (run_a, run_b):
+        columns = run.table("prompts", ["prompt", "num_tokens", "token_digest"]).to_pydict()
+        rows = zip(columns["num_tokens"], columns["token_digest"], strict=True)
+        sides.append(dict(zip(columns["prompt"], rows, strict=True)))
+    a, b = sides
+    for prompt in sorted(set(a) | set(b)):
+        if a.get(prompt) != b.get(prompt):
+            raise NotComparableError(
+                f"runs {run_a.path} and {run_b.path} are not comparable: prompt {prompt} has different tokens",
+                detail="\n".join(_side(r.path, s.get(prompt), len(s)) for r, s in ((run_a, a), (run_b, b))),
+                hint="make both runs from the same prompt file with the same tokenizer, --max-tokens and --seed",
+            )
+
+
+def _side(path: Path, found: tuple[int, str] | None, num_prompts: int) -> str:
+    if found is None:
+        return f"{path}: absent ({num_prompts} prompts)"
+    return f"{path}: {found[0]} tokens, digest {found[1]} ({num_prompts} prompts)"
+
+
+def _different_weights(stack: str, run_a: Run, run_b: Run) -> NotComparableError:
+    a, b = run_a.weights.get(stack, {}), run_b.weights.get(stack, {})
+    names = [n for n in sorted(set(a) | set(b)) if a.get(n) != b.get(n)]
+    lines = [
+        f"{run.path}: {len(tensors)} tensors, digest {run.manifest['weights'][stack]['digest']}"
+        for run, tensors in ((run_a, a), (run_b, b))
+    ]
+    if names:
+        first = names[0]
+        both = f"{a.get(first, 'absent')} and {b.get(first, 'absent')}"
+        lines.append(f"{len(names)} tensors differ, first {first}: {both}")
+    return NotComparableError(
+        f"runs {run_a.path} and {run_b.path} are not comparable: the {stack} ran with different weights",
+        detail="\n".join(lines),
+        hint="make both runs from the same checkpoint, revision and --dtype",
+    )

@@ -1,0 +1,230 @@
+"""Columns of the Parquet files of a run: name, type, unit and meaning, once.
+
+The writer builds the files from this, readers check against it, and ``docs/run-format.md`` is printed
+from it. A change here that is not an added nullable column raises FORMAT_VERSION.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from rpadiag.errors import unknown_name
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+FORMAT_NAME = "rpadiag-run"
+FORMAT_VERSION = 1
+TYPES = ("int32", "int64", "float32", "float64", "bool", "string", "list<int32>", "list<int64>")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One column. type: one of TYPES. unit: what one count of it is. nullable: absent means not measured."""
+
+    name: str
+    type: str
+    unit: str
+    text: str
+    nullable: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """One Parquet file, ``<name>.parquet``; ``key`` names the columns that identify a row."""
+
+    name: str
+    text: str
+    key: tuple[str, ...]
+    columns: tuple[Column, ...]
+
+    @property
+    def file(self) -> str:
+        return f"{self.name}.parquet"
+
+    @property
+    def column_names(self) -> tuple[str, ...]:
+        return tuple(c.name for c in self.columns)
+
+    def arrow(self) -> pa.Schema:
+        """The Arrow schema; unit and meaning travel in each field's metadata."""
+        import pyarrow as pa
+
+        plain = {"int32": pa.int32(), "int64": pa.int64(), "float32": pa.float32(), "float64": pa.float64()}
+        types = {
+            **plain,
+            "bool": pa.bool_(),
+            "string": pa.string(),
+            "list<int32>": pa.list_(pa.int32()),
+            "list<int64>": pa.list_(pa.int64()),
+        }
+        fields = [
+            pa.field(c.name, types[c.type], nullable=c.nullable, metadata={"unit": c.unit, "text": c.text})
+            for c in self.columns
+        ]
+        return pa.schema(fields, metadata={"rpadiag_table": self.name, "rpadiag_format": str(FORMAT_VERSION)})
+
+
+def _i32(name: str, unit: str, text: str, *, nullable: bool = False) -> Column:
+    return Column(name=name, type="int32", unit=unit, text=text, nullable=nullable)
+
+
+def _i64(name: str, unit: str, text: str, *, nullable: bool = False) -> Column:
+    return Column(name=name, type="int64", unit=unit, text=text, nullable=nullable)
+
+
+def _f32(name: str, unit: str, text: str, *, nullable: bool = False) -> Column:
+    return Column(name=name, type="float32", unit=unit, text=text, nullable=nullable)
+
+
+def _f64(name: str, unit: str, text: str, *, nullable: bool = False) -> Column:
+    return Column(name=name, type="float64", unit=unit, text=text, nullable=nullable)
+
+
+def _str(name: str, unit: str, text: str, *, nullable: bool = False) -> Column:
+    return Column(name=name, type="string", unit=unit, text=text, nullable=nullable)
+
+
+ULP_COLUMNS: tuple[Column, ...] = (
+    _i64("n", "elements", "elements compared"),
+    _i64("num_differing", "elements", "elements at least 1 ULP apart, or non-finite on one side only"),
+    _f64("differing", "share", "num_differing / n", nullable=True),
+    _i64("max_ulp", "ULP", "largest distance of a finite pair; harmlessly large near zero", nullable=True),
+    _f64("mean_signed_ulp", "ULP", "mean of rollout - trainer on the ordered line, each clipped to +-8", nullable=True),
+    _f64(
+        "mean_magnitude_ulp",
+        "ULP",
+        "mean of |rollout| - |trainer|, each clipped to +-8; sign flips left out; positive = rollout further from zero",
+        nullable=True,
+    ),
+    _f64("sign_balance", "share", "(up - down) / (up + down) over differing finite pairs", nullable=True),
+    _f64(
+        "magnitude_balance",
+        "share",
+        "(away - toward) / (away + toward) over differing finite pairs without sign flips; -1 = rollout truncates",
+        nullable=True,
+    ),
+    Column(
+        name="ulp_hist",
+        type="list<int64>",
+        unit="elements",
+        text="17 counts of finite pairs: bin 0 is 0 ULP, bin k is [2^(k-1), 2^k) ULP, bin 16 is open above",
+        nullable=True,
+    ),
+    _f64("rel_l2", "ratio", "|rollout - trainer|_2 / |trainer|_2 over finite pairs", nullable=True),
+    _f64("cosine", "ratio", "cosine of the two tensors over finite pairs", nullable=True),
+    _i64("num_nonfinite_trainer", "elements", "NaN or infinity on the trainer side", nullable=True),
+    _i64("num_nonfinite_rollout", "elements", "NaN or infinity on the rollout side", nullable=True),
+    _i64(
+        "num_nonfinite_mismatch", "elements", "pairs with a non-finite side that are not the same value", nullable=True
+    ),
+)
+
+
+def _local(column: Column) -> Column:
+    text = f"{column.text} (trainer op fed the rollout engine's input)"
+    return replace(column, name=f"local_{column.name}", text=text, nullable=True)
+
+
+PROMPTS = Table(
+    name="prompts",
+    text="One row per token sequence that was scored.",
+    key=("prompt",),
+    columns=(
+        _i32("prompt", "index", "number of the prompt, from 0, as in the prompt file"),
+        _i32("num_tokens", "tokens", "prompt and generated tokens"),
+        _i32("num_prompt_tokens", "tokens", "tokens of the prompt alone"),
+        _str("text", "text", "the decoded sequence; null without a tokenizer", nullable=True),
+        Column(name="token_ids", type="list<int32>", unit="token ids", text="prompt and generated tokens"),
+        _str("token_digest", "hex", "BLAKE2b-128 of the token ids as little-endian int32"),
+    ),
+)
+
+TOKENS = Table(
+    name="tokens",
+    text="One row per scored token: token t given the tokens before it, at the model's own precision.",
+    key=("prompt", "position"),
+    columns=(
+        _i32("prompt", "index", "number of the prompt"),
+        _i32("position", "index", "position t of the token in its sequence, from 1"),
+        _i32("token", "token id", "the token that was scored"),
+        _str("text", "text", "the decoded token; null without a tokenizer", nullable=True),
+        _str("source", "name", "`prefill`: scored as part of a prompt; `decode`: scored when it was sampled"),
+        _f32("p", "nats", "log-probability under the trainer", nullable=True),
+        _f32("q", "nats", "log-probability under the rollout engine", nullable=True),
+        _f32("p_entropy", "nats", "entropy of the trainer's distribution", nullable=True),
+        _f32("q_entropy", "nats", "entropy of the rollout engine's distribution", nullable=True),
+        _i32("p_rank", "rank", "rank of the token under the trainer, 1 = most likely", nullable=True),
+        _i32("q_rank", "rank", "rank of the token under the rollout engine, 1 = most likely", nullable=True),
+        _i32("p_argmax", "token id", "the trainer's most likely token", nullable=True),
+        _i32("q_argmax", "token id", "the rollout engine's most likely token", nullable=True),
+    ),
+)
+
+SITES = Table(
+    name="sites",
+    text="One row per site, prompt and source: how far the two stacks' tensors are apart.",
+    key=("prompt", "precision", "source", "site", "pair"),
+    columns=(
+        _i32("prompt", "index", "number of the prompt"),
+        _str("precision", "name", "`model`: the dtype under test; `fp32`: the control with both stacks in FP32"),
+        _str("source", "name", "`prefill` or `decode`: how the rollout engine computed these tokens"),
+        _i32("layer", "index", "decoder layer, from 0; null outside the layers", nullable=True),
+        _str("site", "address", "the site, e.g. `layers.3.q_rope`"),
+        _str("point", "name", "the site without its layer, e.g. `q_rope`"),
+        _str("region", "name", "the region the site belongs to"),
+        _str("pair", "name", "the two stacks, first minus second's reference: `trainer|rollout`"),
+        *ULP_COLUMNS,
+        *(_local(c) for c in ULP_COLUMNS),
+        _f64("inherited_differing", "share", "differing share that the local one does not explain", nullable=True),
+        _str("local_reason", "text", "why local divergence was not measured; null when it was", nullable=True),
+    ),
+)
+
+ATTRIBUTION = Table(
+    name="attribution",
+    text="One row per region and design of `rpadiag bisect`.",
+    key=("region", "design"),
+    columns=(
+        _str("region", "name", "the region, `all` for every region, `self` for the control"),
+        _str(
+            "design",
+            "name",
+            "`each`: only this region differs; `all`: every region differs; `self`: same forward against itself",
+        ),
+        _f64("systematic_sq", "nats^2", "mean squared systematic part of a token; may be below 0", nullable=True),
+        _f64("systematic_sq_se", "nats^2", "standard error of systematic_sq", nullable=True),
+        _f64("systematic_rms", "nats", "root of systematic_sq, 0 where that is negative", nullable=True),
+        _f64("chaotic_rms", "nats", "root mean square of what averaging over replicates removes", nullable=True),
+        _f64("mean_abs_d", "nats", "mean |d| of single forwards; saturates, do not rank by it", nullable=True),
+        _f64("local_differing", "share", "elements the region moves when fed the same input", nullable=True),
+        _i64("num_replicates", "forwards", "rounding replicates averaged"),
+        _i64("num_tokens", "tokens", "tokens averaged"),
+        Column(name="detectable", type="bool", unit="flag", text="systematic_sq is 2 standard errors or more above 0"),
+    ),
+)
+
+TABLES: dict[str, Table] = {t.name: t for t in (PROMPTS, TOKENS, SITES, ATTRIBUTION)}
+
+
+def table_named(name: str) -> Table:
+    """Table of a run by name; unknown names raise with the known ones."""
+    if name not in TABLES:
+        raise unknown_name("table", name, TABLES)
+    return TABLES[name]
+
+
+def markdown_table(name: str | None = None) -> str:
+    """The columns as Markdown: one table's rows, or every table under a heading of its file name."""
+    if name is None:
+        parts = [
+            f"## {t.file}\n\n{t.text} Key: {', '.join(f'`{k}`' for k in t.key)}.\n\n{markdown_table(t.name)}"
+            for t in TABLES.values()
+        ]
+        return "\n".join(parts)
+    lines = ["| column | type | null | unit | meaning |", "|---|---|---|---|---|"]
+    for c in table_named(name).columns:
+        text = c.text.replace("|", "\\|")
+        lines.append(f"| `{c.name}` | {c.type} | {'yes' if c.nullable else 'no'} | {c.unit} | {text} |")
+    return "\n".join(lines) + "\n"
