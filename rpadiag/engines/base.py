@@ -77,7 +77,7 @@ class TokenScores:
 
     logprob: float32 [T-1], nats, natural logarithm of the raw (temperature 1) probability of the token.
     entropy: float32 [T-1], nats, of the distribution the token was drawn from.
-    rank:    int32 [T-1], 1 is the most likely token; ties count in the token's favour.
+    rank:    int32 [T-1], 1 is the most likely token; number of tokens at least as likely (vLLM's definition).
     argmax:  int32 [T-1], the most likely token id.
     positions: int64 [T], the positions that rotary embeddings were computed for, None if not observed.
     """

@@ -10,6 +10,7 @@ FAMILY = Family(
     qk_norm=False,
     trainer=trainer_points(qk_norm=False),
     rollout=rollout_points(qk_norm=False),
+    windows="layer_types",
     fused=FUSED,
     absent=NO_QK_NORM,
     refused={

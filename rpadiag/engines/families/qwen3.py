@@ -10,6 +10,7 @@ FAMILY = Family(
     qk_norm=True,
     trainer=trainer_points(qk_norm=True),
     rollout=rollout_points(qk_norm=True),
+    windows="layer_types",
     fused=FUSED,
     absent={},
     refused={

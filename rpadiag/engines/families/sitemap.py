@@ -59,10 +59,11 @@ class Family:
 
     architectures: names in ``config.json`` that this map holds for.
     trainer, rollout: Source of every point, keyed by point name (``q_rope``, ``embed``, ...).
-    rotary: (module path, positional index of the position ids) per stack.
+    trainer_rotary, rollout_rotary: module path of a rotary embedding that is handed the positions.
     fused: rollout parameter -> the checkpoint's parameters stacked in it along dimension 0, both as the last
         module name of the path.
     absent: points that the family does not have, with the reason.
+    windows: who reads ``sliding_window``: ``none`` (ignored), ``all`` layers, or those that ``layer_types`` names.
     refused: configuration attributes this map does not hold for -> the reason; checked by ``facts``.
     """
 
@@ -71,6 +72,7 @@ class Family:
     qk_norm: bool
     trainer: Mapping[str, Source]
     rollout: Mapping[str, Source]
+    windows: str = "none"
     trainer_rotary: str = "model.rotary_emb"
     rollout_rotary: str = "model.layers.0.self_attn.rotary_emb"
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -104,7 +106,7 @@ class Family:
             max_positions=int(config.max_position_embeddings),
             rms_eps=float(config.rms_norm_eps),
             tied_head=bool(getattr(config, "tie_word_embeddings", False)),
-            sliding_windows=_sliding_windows(config, layers),
+            sliding_windows=_sliding_windows(config, layers, self.windows),
             absent=dict(self.absent),
         )
 
@@ -125,13 +127,13 @@ class Family:
         return {point: by_name.get(point, facts.hidden_size) for point in self.trainer}
 
 
-def _sliding_windows(config: Any, num_layers: int) -> tuple[int | None, ...]:
-    """Attention window of each layer as transformers reads the configuration."""
+def _sliding_windows(config: Any, num_layers: int, windows: str) -> tuple[int | None, ...]:
+    """Attention window of each layer as both stacks read the configuration."""
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
+    if windows == "layer_types":
+        kinds = getattr(config, "layer_types", None) or ()
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    return (window,) * num_layers
+    return ((int(window) if window and windows == "all" else None),) * num_layers
 
 
 def trainer_points(*, qk_norm: bool) -> dict[str, Source]:

@@ -1,0 +1,160 @@
+"""Looking at a checkpoint before anything is loaded from it: present, whole, safetensors, supported.
+
+No tensor is read here; a 16-byte look at each shard's header tells a truncated file from a whole one.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rpadiag.errors import InputError, RpadiagError, unknown_name
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
+
+
+def resolve_dtype(name: str, config: Any) -> torch.dtype:
+    """torch dtype of ``bfloat16``, ``float16``, ``float32`` or ``auto`` (what the checkpoint says)."""
+    if name == "auto":
+        stored = getattr(config, "dtype", None) or torch.float32
+        name = stored if isinstance(stored, str) else str(stored).removeprefix("torch.")
+    if name not in DTYPES:
+        raise unknown_name("dtype", name, (*DTYPES, "auto"))
+    return DTYPES[name]
+
+
+def check_directory(directory: Path) -> None:
+    """Raise InputError unless ``directory`` holds a configuration and whole safetensors shards."""
+    if not directory.is_dir():
+        raise InputError(
+            f"no model at {directory}",
+            detail="it is not a directory",
+            hint="give a directory with config.json and safetensors files",
+        )
+    if not (directory / "config.json").is_file():
+        raise InputError(f"{directory} has no config.json", hint="give the directory that holds config.json")
+    for shard in _shards(directory):
+        check_shard(shard)
+
+
+def _shards(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    single = directory / "model.safetensors"
+    if single.is_file():
+        return [single]
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+            raise InputError(f"{index} is not a safetensors index", detail=str(error)) from error
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing:
+            raise InputError(
+                f"half a model: {directory / missing[0]} is missing",
+                detail=f"{index.name} lists {len(names)} files, {len(missing)} of them are not there",
+                hint="download the checkpoint again",
+            )
+        return [directory / name for name in names]
+    pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in directory.glob(pattern))
+    if pickles:
+        raise InputError(
+            f"{directory} has only pickled weights ({pickles[0]})",
+            detail="unpickling can run any code, so rpadiag reads safetensors only",
+            hint="convert it with save_pretrained in an environment that you trust it in",
+        )
+    raise InputError(f"{directory} has no model.safetensors", hint="give a directory with config.json and safetensors")
+
+
+def check_shard(path: Path) -> None:
+    """Raise InputError unless a safetensors file's size is the one its header promises."""
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(MAX_HEADER_BYTES, size - 8):
+                raise ValueError(f"its header claims {length} bytes, the file has {size}")
+            header = json.loads(file.read(length))
+        promised = 8 + length + max((t["data_offsets"][1] for n, t in header.items() if n != "__metadata__"), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise InputError(f"{path} is not a whole safetensors file", detail=str(error), hint="get it again") from error
+    if promised != size:
+        raise InputError(
+            f"half a model: {path} is truncated" if size < promised else f"{path} is longer than its header says",
+            detail=f"its header promises {promised} bytes, the file has {size}",
+            hint="download the checkpoint again",
+        )
+
+
+def load_config(model: str, *, revision: str | None, trust_remote_code: bool) -> Any:
+    """The transformers configuration of a directory or hub id."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise _load_error(model, error) from error
+
+
+def load_model(
+    model: str, config: Any, *, dtype: torch.dtype, attention: str, revision: str | None, trust_remote_code: bool
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """(model, names in the checkpoint that the model has no place for). Missing tensors are an InputError."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        loaded, info = AutoModelForCausalLM.from_pretrained(
+            model,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise _load_error(model, error) from error
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+    problems = sorted(str(name) for name in info["missing_keys"])
+    problems += sorted(str(entry[0]) for entry in info["mismatched_keys"])
+    if problems:
+        raise InputError(
+            f"half a model: {model} lacks {problems[0]} in the shape its configuration gives",
+            detail=f"{len(problems)} tensors are missing or of another shape",
+            hint="check that config.json belongs to these weights",
+        )
+    loaded.eval()
+    return loaded, tuple(sorted(str(name) for name in info["unexpected_keys"]))
+
+
+def check_finite(model: nn.Module) -> None:
+    """Raise InputError naming the first parameter that holds a NaN or an infinity."""
+    for name, parameter in model.named_parameters():
+        # min and max carry NaN along and need no mask of the tensor's size
+        low, high = torch.aminmax(parameter.detach())
+        if not (torch.isfinite(low) and torch.isfinite(high)):
+            bad = ~torch.isfinite(parameter.detach())
+            raise InputError(
+                f"weight {name} has {int(bad.sum())} values that are not finite",
+                detail=f"of {bad.numel()}; every score would be NaN",
+                hint="the checkpoint is broken, or its values overflow the dtype: try --dtype float32",
+            )
+
+
+def _load_error(model: str, error: Exception) -> RpadiagError:
+    return InputError(
+        f"cannot load {model}",
+        detail=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+        hint="give a directory with config.json and safetensors files, or a hub id that can be reached from here",
+    )

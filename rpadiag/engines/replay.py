@@ -1,0 +1,244 @@
+"""The trainer's own operation behind a site, fed tensors that another stack captured.
+
+This is what makes a divergence *local*. The operation is never written down again here: the real module
+runs, with the submodules before it answering the given tensors and the one after it handing over what it
+receives. So whatever patched the model (an alignment, a planted mistake) is what gets replayed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rpadiag.engines.base import ModelFacts
+from rpadiag.engines.families import Family
+from rpadiag.engines.scoring import token_logprobs
+from rpadiag.engines.trainer_capture import attention_function, attention_override
+from rpadiag.errors import NotComparableError, UsageError
+from rpadiag.sites import inputs_of, split_site
+
+Forward = Callable[..., Any]
+
+
+class _Reached(Exception):
+    """Carries a tensor out of a module: control flow, not an error."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__("replay reached its site")
+        self.tensor = tensor
+
+
+def replay(
+    model: nn.Module,
+    family: Family,
+    facts: ModelFacts,
+    site: str,
+    inputs: Sequence[torch.Tensor],
+    *,
+    positions: Sequence[int] | torch.Tensor | None = None,
+    token_ids: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Output [T, W] at ``site`` for ``inputs`` in the order of :func:`rpadiag.sites.inputs_of`, each [T, W].
+
+    positions: int [T], needed by q_rope, k_rope and attn (the mask); default 0 .. T-1.
+    token_ids: needed by ``embed`` (which has no inputs) and ``logprob`` ([T-1, 1]).
+    The result is on the device of the inputs. Inputs must have the model's dtype (``logprob`` takes any).
+    """
+    layer, point = split_site(site)
+    home = inputs[0].device if inputs else torch.device("cpu")
+    weight = next(model.parameters())
+    _check_inputs(site, inputs, facts, weight.dtype if point != "logprob" else None)
+    moved = [tensor.to(weight.device) for tensor in inputs]
+    with torch.no_grad():
+        if point in ("embed", "logprob"):
+            if token_ids is None:
+                raise UsageError(f"replaying {site} needs token_ids")
+            if point == "logprob":
+                return token_logprobs(moved[0], token_ids).to(home)
+            ids = torch.as_tensor(token_ids, dtype=torch.int64, device=weight.device)[None]
+            return _flat(model.get_submodule(family.trainer["embed"].module)(ids)).to(home)
+        if layer is None or point not in _INJECTED:
+            path, _ = family.source(site, stack="trainer", num_layers=facts.num_layers)
+            return _flat(_call(model.get_submodule(path), moved[0], point, facts)).to(home)
+        places = _Places(model, family, facts, layer)
+        if positions is None:
+            positions = range(len(moved[0]))
+        return _flat(_INJECTED[point](places, point, [t[None] for t in moved], positions)).to(home)
+
+
+def _check_inputs(site: str, inputs: Sequence[torch.Tensor], facts: ModelFacts, dtype: torch.dtype | None) -> None:
+    reads = inputs_of(site, facts.sites, num_layers=facts.num_layers)
+    if len(inputs) != len(reads):
+        raise UsageError(f"{site} reads {len(reads)} sites, {len(inputs)} given", detail=f"reads: {', '.join(reads)}")
+    for name, tensor in zip(reads, inputs, strict=True):
+        if dtype is not None and tensor.dtype != dtype:
+            raise NotComparableError(
+                f"{name} is {tensor.dtype}, the trainer runs in {dtype}",
+                hint="load the trainer in the dtype that the other stack was captured in",
+            )
+        if len(tensor) != len(inputs[0]):
+            raise NotComparableError(f"{name} has {len(tensor)} tokens, {reads[0]} has {len(inputs[0])}")
+
+
+def _call(module: nn.Module, tensor: torch.Tensor, point: str, facts: ModelFacts) -> torch.Tensor:
+    """A module that maps one site to the next; per-head norms see the heads apart."""
+    shape = (1, len(tensor), -1, facts.head_dim) if point in ("q_norm", "k_norm") else (1, *tensor.shape)
+    output: torch.Tensor = module(tensor.reshape(shape))
+    return output
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(tensor.shape[1], -1)
+
+
+class _Places:
+    """The modules of one decoder layer that injection needs, found through the site map."""
+
+    def __init__(self, model: nn.Module, family: Family, facts: ModelFacts, layer: int) -> None:
+        self.model, self.facts, self.index = model, facts, layer
+        self._family = family
+        self.attention = self.module("q_rope")
+        self.layer = model.get_submodule(family.trainer["input_norm"].path(layer, facts.num_layers).rpartition(".")[0])
+        self.mlp = model.get_submodule(family.trainer["gate"].path(layer, facts.num_layers).rpartition(".")[0])
+
+    def module(self, point: str) -> nn.Module:
+        """Module that the trainer's site map names for a point of this layer."""
+        return self.model.get_submodule(self._family.trainer[point].path(self.index, self.facts.num_layers))
+
+    def layer_arguments(self, num_tokens: int, positions: Sequence[int] | torch.Tensor) -> dict[str, Any]:
+        """Keyword arguments that the model hands this layer: mask, cos and sin, as its own forward builds them."""
+        decoder = self.model.get_submodule(self._family.trainer["embed"].module.rpartition(".")[0])
+        device = next(self.model.parameters()).device
+        found: dict[int, dict[str, Any]] = {}
+
+        def stand_in(index: int) -> Forward:
+            def forward(hidden: torch.Tensor, *_args: Any, **kwargs: Any) -> torch.Tensor:
+                found[index] = kwargs
+                return hidden
+
+            return forward
+
+        layers = decoder.get_submodule("layers").children()
+        with replaced({module: stand_in(n) for n, module in enumerate(layers)}):
+            decoder(
+                input_ids=torch.zeros(1, num_tokens, dtype=torch.int64, device=device),
+                position_ids=torch.as_tensor(positions, dtype=torch.int64, device=device)[None],
+                use_cache=False,
+            )
+        return found[self.index]
+
+
+@contextlib.contextmanager
+def replaced(forwards: dict[nn.Module, Forward]) -> Iterator[None]:
+    """Instance-level ``forward`` of each module replaced while the block runs, then as before."""
+    before = {module: module.__dict__.get("forward") for module in forwards}
+    try:
+        for module, forward in forwards.items():
+            module.forward = forward
+        yield
+    finally:
+        for module, original in before.items():
+            module.__dict__.pop("forward", None)
+            if original is not None:
+                module.forward = original
+
+
+def _answer(value: Any) -> Forward:
+    return lambda *_args, **_kwargs: value
+
+
+def _same(tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+    return tensor
+
+
+def _reach(tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> Any:
+    raise _Reached(tensor)
+
+
+def _until_reached(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+    try:
+        output = module(*args, **kwargs)
+    except _Reached as reached:
+        return reached.tensor
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _replay_attention(
+    places: _Places, point: str, inputs: list[torch.Tensor], positions: Sequence[int] | torch.Tensor
+) -> torch.Tensor:
+    """q_rope and k_rope from the query or key; attn from the rotated query and key and the value."""
+    facts = places.facts
+    tokens, sample = inputs[0].shape[1], inputs[0]
+    given = dict(zip({"q_rope": ("q",), "k_rope": ("k",), "attn": ("q", "k", "v")}[point], inputs, strict=True))
+
+    def heads(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        count = facts.num_heads if name == "q" else facts.num_kv_heads
+        return tensor.reshape(1, tokens, count, facts.head_dim).transpose(1, 2)
+
+    widths = {"q": facts.num_heads * facts.head_dim, "k": facts.num_kv_heads * facts.head_dim}
+    widths["v"] = widths["k"]
+    forwards: dict[nn.Module, Forward] = {
+        places.module(name): _answer(given.get(name, sample.new_zeros(1, tokens, width)))
+        for name, width in widths.items()
+    }
+    if facts.qk_norm:
+        forwards |= {places.module("q_norm"): _same, places.module("k_norm"): _same}
+    forwards[places.module("o")] = _reach
+    delegate = attention_function(places.model, places.attention)
+
+    def intercept(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *a: Any, **k: Any
+    ) -> Any:
+        if point == "attn":
+            return delegate(module, heads("q", given["q"]), heads("k", given["k"]), value, *a, **k)
+        raise _Reached((query if point == "q_rope" else key).transpose(1, 2))
+
+    arguments = places.layer_arguments(tokens, positions)
+    hidden = sample.new_zeros(1, tokens, facts.hidden_size)
+    with replaced(forwards), attention_override(places.model, intercept):
+        return _until_reached(places.attention, hidden_states=hidden, **arguments)
+
+
+def _replay_residual(
+    places: _Places, point: str, inputs: list[torch.Tensor], positions: Sequence[int] | torch.Tensor
+) -> torch.Tensor:
+    """resid_attn from the stream and o; resid_mlp from the stream and down."""
+    stream, delta = inputs
+    nothing = torch.full_like(stream, -0.0)  # x + -0.0 is x for every x, -0.0 included
+    first = point == "resid_attn"
+    forwards: dict[nn.Module, Forward] = {
+        places.module("input_norm"): _same,
+        places.attention: _answer((delta if first else nothing, None)),
+        places.module("post_norm"): _reach if first else _same,
+        places.mlp: _answer(delta),
+    }
+    with replaced(forwards):
+        return _until_reached(places.layer, stream, **places.layer_arguments(stream.shape[1], positions))
+
+
+def _replay_act(
+    places: _Places, _point: str, inputs: list[torch.Tensor], _positions: Sequence[int] | torch.Tensor
+) -> torch.Tensor:
+    """act from gate and up."""
+    gate, up = inputs
+    forwards: dict[nn.Module, Forward] = {
+        places.module("gate"): _answer(gate),
+        places.module("up"): _answer(up),
+        places.module("down"): _reach,
+    }
+    with replaced(forwards):
+        return _until_reached(places.mlp, gate.new_zeros(1, gate.shape[1], places.facts.hidden_size))
+
+
+_INJECTED: dict[str, Callable[..., torch.Tensor]] = {
+    "q_rope": _replay_attention,
+    "k_rope": _replay_attention,
+    "attn": _replay_attention,
+    "resid_attn": _replay_residual,
+    "resid_mlp": _replay_residual,
+    "act": _replay_act,
+}
