@@ -8,6 +8,9 @@ in 1e4 or fewer. *Backward* axes say where the gradient computation rounds.
 A contract is read by three things: the PyTorch reference in ``rpadiag.regions``, the compile-time flags of
 the Triton kernels, and the report. Names read from the input to the output, for example
 ``rmsnorm: sum=bf16 variance=rounded scale=fp32 -> bf16``.
+
+Axes may be added at the end of a region (a default keeps old JSON readable), never renamed. Added since the first
+version: rmsnorm ``reduction`` (level 2) and ``dsum`` (backward), rope ``grad_fused`` (backward); ``canonical``.
 """
 
 from __future__ import annotations
@@ -73,6 +76,13 @@ class Contract:
         """All axes by name, plus the region."""
         return {"region": self.region, **{a.name: getattr(self, a.name) for a in self.axes}}
 
+    def canonical(self, **facts: bool) -> Self:
+        """The contract with every axis that cannot matter set to its default: two contracts that give the same
+        bits on every input have the same canonical form. ``facts`` about the data are region specific."""
+        if facts:
+            raise unknown_name(f"fact for {self.region}", next(iter(facts)), ())
+        return self
+
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Inverse of :meth:`to_dict`; absent axes take their defaults, unknown ones raise."""
@@ -89,7 +99,12 @@ class Contract:
             yield cls(**fixed, **dict(zip((a.name for a in free), values, strict=True)))
 
 
-_STORE = Axis(name="store", values=("rne", "truncate"), level=1, text="how the output is rounded to lp: to nearest even, or toward zero")
+_STORE = Axis(
+    name="store",
+    values=("rne", "truncate"),
+    level=1,
+    text="how the output is rounded to lp: to nearest even, or toward zero",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,22 +112,67 @@ class RmsNormContract(Contract):
     """Residual add and the RMSNorm that reads it; without a residual, ``sum`` and ``variance`` are empty.
 
     ``s = x + r`` in fp32; ``y = store(w * round_scale((s_or_lp(s)) * rstd))`` with
-    ``rstd = rsqrt(mean(square(s or lp(s))) + eps)``. The stored residual is ``store(s)`` always.
+    ``rstd = rsqrt(mean(square(s or lp(s))) + eps)``. The stored residual is ``store(s)`` always, and the rounded
+    sum that a contract reads is the stored one. ``reduction=lanes8``: eight running sums over columns 0..7 mod 8,
+    then added one after another (vLLM's CPU kernels built for AVX2).
+    ``dsum``: the gradient of the stored residual is added to the norm's input gradient after that was rounded to lp
+    (two operations, as autograd does for a separate add) or before (one fused operation, one rounding).
     """
 
     region: ClassVar[str] = "rmsnorm"
     axes: ClassVar[tuple[Axis, ...]] = (
-        Axis(name="sum", values=("lp", "fp32"), level=1, named=True, text="the sum that is scaled: rounded to lp, or as added in fp32"),
+        Axis(
+            name="sum",
+            values=("lp", "fp32"),
+            level=1,
+            named=True,
+            text="the sum that is scaled: rounded to lp, or as added in fp32",
+        ),
         Axis(name="variance", values=("rounded", "unrounded"), level=1, named=True, text="the sum that is squared"),
-        Axis(name="scale", values=("lp", "fp32"), level=1, named=True, text="the normalised value before the weight: rounded to lp or kept"),
-        Axis(name="weight", values=("w", "1+w", "lp(1+w)", "none"), level=1, text="what multiplies the normalised value"),
+        Axis(
+            name="scale",
+            values=("lp", "fp32"),
+            level=1,
+            named=True,
+            text="the normalised value before the weight: rounded to lp or kept",
+        ),
+        Axis(
+            name="weight", values=("w", "1+w", "lp(1+w)", "none"), level=1, text="what multiplies the normalised value"
+        ),
         Axis(name="rstd", values=("fp32", "lp"), level=1, text="the inverse rms: kept in fp32 or rounded to lp"),
         _STORE,
         Axis(name="root", values=("rsqrt", "1/sqrt"), level=2, text="how the inverse root is taken"),
         Axis(name="mean", values=("sum/n", "sum*(1/n)"), level=2, text="how the mean is taken"),
-        Axis(name="order", values=("(x*r)*w", "x*(r*w)", "(x*w)*r"), level=2, text="order of the two products when scale=fp32"),
-        Axis(name="dn", values=("lp", "fp32"), level="backward", text="gradient of the normalised value: rounded to lp or kept"),
-        Axis(name="dw", values=("lp", "lp-xhat", "fp32"), level="backward", text="terms of the weight gradient: product rounded to lp, xhat rounded to lp, or all in fp32"),
+        Axis(
+            name="order",
+            values=("(x*r)*w", "x*(r*w)", "(x*w)*r"),
+            level=2,
+            text="order of the two products when scale=fp32",
+        ),
+        Axis(
+            name="dn",
+            values=("lp", "fp32"),
+            level="backward",
+            text="gradient of the normalised value: rounded to lp or kept",
+        ),
+        Axis(
+            name="dw",
+            values=("lp", "lp-xhat", "fp32"),
+            level="backward",
+            text="terms of the weight gradient: product rounded to lp, xhat rounded to lp, or all in fp32",
+        ),
+        Axis(
+            name="reduction",
+            values=("native", "lanes8"),
+            level=2,
+            text="order of the sum of squares: the backend's own, or eight running sums",
+        ),
+        Axis(
+            name="dsum",
+            values=("lp", "fp32"),
+            level="backward",
+            text="gradient of the norm's input before the stored residual's is added: rounded to lp or kept",
+        ),
     )
     sum: str = "lp"
     variance: str = "rounded"
@@ -125,6 +185,20 @@ class RmsNormContract(Contract):
     order: str = "(x*r)*w"
     dn: str = "lp"
     dw: str = "lp"
+    reduction: str = "native"
+    dsum: str = "lp"
+
+    def canonical(self, *, residual: bool = True, **facts: bool) -> Self:
+        """As in the base class. Without a ``residual`` the axes sum, variance and dsum are empty; ``order`` and
+        ``root`` need what they order; an empty weight has no gradient and no rounding before it."""
+        changes: dict[str, str] = {}
+        if not residual:
+            changes |= {"sum": "lp", "variance": "rounded", "dsum": "lp"}
+        if self.weight == "none":
+            changes |= {"order": "(x*r)*w", "dw": "lp"}
+        elif self.scale == "lp":
+            changes |= {"order": "(x*r)*w"}
+        return super().canonical(**facts).replace(**changes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,19 +207,44 @@ class RopeContract(Contract):
 
     ``o1 = x1*c - x2*s``, ``o2 = x2*c + x1*s``. products=fp32: both products and the sum in fp32, one rounding.
     products=lp: each product and the sum rounded. products=lp-fma: one product of each output is fused into the
-    sum unrounded, the other is rounded first; ``fused`` names the fused one for (o1, o2): ``c`` or ``s``.
+    sum unrounded, the other is rounded first; ``fused`` names the fused one for (o1, o2): ``c`` or ``s``. The fused
+    product and the sum are rounded once, as the fma.rn.bf16 instruction does.
     With an lp cache and lp inputs every product is exact in fp32, so the ``fma`` axis is empty there.
+    The gradient is ``d1 = g1*c + g2*s``, ``d2 = g2*c - g1*s``; ``grad_fused`` is read when grad_products=lp-fma only.
     """
 
     region: ClassVar[str] = "rope"
     axes: ClassVar[tuple[Axis, ...]] = (
         Axis(name="cache", values=("lp", "fp32"), level=1, named=True, text="cos and sin: rounded to lp or fp32"),
-        Axis(name="products", values=("lp", "fp32", "lp-fma"), level=1, named=True, text="the two products and their sum"),
-        Axis(name="fused", values=("--", "cc", "cs", "sc", "ss"), level=1, text="which product of (o1, o2) is fused when products=lp-fma"),
+        Axis(
+            name="products", values=("lp", "fp32", "lp-fma"), level=1, named=True, text="the two products and their sum"
+        ),
+        Axis(
+            name="fused",
+            values=("--", "cc", "cs", "sc", "ss"),
+            level=1,
+            text="which product of (o1, o2) is fused when products=lp-fma",
+        ),
         Axis(name="layout", values=("neox", "interleaved"), level=1, text="pairs (i, i+d/2) or (2i, 2i+1)"),
         _STORE,
-        Axis(name="fma", values=("--", "cc", "cs", "sc", "ss"), level=2, text="fp32 fused multiply-add per output when products=fp32 and cache=fp32"),
-        Axis(name="grad_products", values=("lp", "fp32", "lp-fma"), level="backward", text="the same choice for the gradient"),
+        Axis(
+            name="fma",
+            values=("--", "cc", "cs", "sc", "ss"),
+            level=2,
+            text="fp32 fused multiply-add per output when products=fp32 and cache=fp32",
+        ),
+        Axis(
+            name="grad_products",
+            values=("lp", "fp32", "lp-fma"),
+            level="backward",
+            text="the same choice for the gradient",
+        ),
+        Axis(
+            name="grad_fused",
+            values=("cc", "cs", "sc", "ss"),
+            level="backward",
+            text="which product of (d1, d2) is fused when grad_products=lp-fma",
+        ),
     )
     cache: str = "lp"
     products: str = "lp"
@@ -154,6 +253,16 @@ class RopeContract(Contract):
     store: str = "rne"
     fma: str = "--"
     grad_products: str = "lp"
+    grad_fused: str = "cc"
+
+    def canonical(self, **facts: bool) -> Self:
+        """As in the base class: ``fma`` needs an fp32 cache and fp32 products, ``grad_fused`` a fused gradient."""
+        changes: dict[str, str] = {}
+        if self.cache == "lp" or self.products != "fp32":
+            changes["fma"] = "--"
+        if self.grad_products != "lp-fma":
+            changes["grad_fused"] = "cc"
+        return super().canonical(**facts).replace(**changes)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -171,7 +280,8 @@ class RopeContract(Contract):
         names = [a.name for a in free]
         for values in itertools.product(*(a.values for a in free)):
             chosen = {**fixed, **dict(zip(names, values, strict=True))}
-            if (chosen.get("products", "lp") == "lp-fma") == (chosen.get("fused", "--") != "--"):
+            fused_gradient = chosen.get("grad_products", "lp") == "lp-fma" or chosen.get("grad_fused", "cc") == "cc"
+            if fused_gradient and (chosen.get("products", "lp") == "lp-fma") == (chosen.get("fused", "--") != "--"):
                 yield cls(**chosen)
 
 
@@ -181,13 +291,26 @@ class SwigluContract(Contract):
 
     region: ClassVar[str] = "swiglu"
     axes: ClassVar[tuple[Axis, ...]] = (
-        Axis(name="silu", values=("lp", "fp32"), level=1, named=True, text="silu(gate) before the product: rounded to lp or kept"),
+        Axis(
+            name="silu",
+            values=("lp", "fp32"),
+            level=1,
+            named=True,
+            text="silu(gate) before the product: rounded to lp or kept",
+        ),
         Axis(name="sigmoid", values=("fp32", "lp"), level=1, text="the sigmoid: kept in fp32 or rounded to lp"),
         _STORE,
         Axis(name="formula", values=("x/(1+e)", "x*(1/(1+e))", "x*u/(1+e)"), level=2, text="how silu is written"),
         Axis(name="exp", values=("exp", "exp2"), level=2, text="exponential used"),
-        Axis(name="dact", values=("lp", "fp32"), level="backward", text="gradient of silu(gate): rounded to lp or kept"),
-        Axis(name="grad_silu", values=("lp", "fp32"), level="backward", text="silu(gate) recomputed for the gradient of up: rounded or kept"),
+        Axis(
+            name="dact", values=("lp", "fp32"), level="backward", text="gradient of silu(gate): rounded to lp or kept"
+        ),
+        Axis(
+            name="grad_silu",
+            values=("lp", "fp32"),
+            level="backward",
+            text="silu(gate) recomputed for the gradient of up: rounded or kept",
+        ),
     )
     silu: str = "lp"
     sigmoid: str = "fp32"
