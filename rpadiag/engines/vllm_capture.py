@@ -1,0 +1,321 @@
+"""Capture inside a vLLM worker: hooks on its modules, rows given back to the sequences they belong to.
+
+vLLM packs the tokens of all running requests on one axis and may split a prompt over steps. Each step's
+:class:`Slice` list says which rows belong to which sequence; every hook cuts its tensor by it and appends the
+pieces to that sequence's file at once, so nothing needs to be cloned although vLLM's kernels work in place.
+
+Written for the V1 engine with either of its model runners; read against vLLM 0.26.0 and 0.32.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rpadiag.engines.bundle_writer import BundleWriter, SequenceWriter
+from rpadiag.engines.families import Source, family_for
+from rpadiag.errors import CaptureError, RpadiagError
+
+if TYPE_CHECKING:
+    from rpadiag.engines.families import Family
+
+_BLOCK_ROWS = 64  # rows of logits in float32 at a time: 12 MB at a vocabulary of 49,152
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """Rows of one step that belong to one sequence: packed rows start .. start + count are its rows row .. ."""
+
+    sequence: int
+    start: int
+    count: int
+    row: int
+
+
+@dataclass(kw_only=True)
+class _Open:
+    """A sequence being captured. entropy and argmax have one element per row of logits, [T]."""
+
+    writer: SequenceWriter
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_rows: int  # rows fed so far
+    max_rows: int
+    positions: list[torch.Tensor] = field(default_factory=list)
+    entropy: torch.Tensor
+    argmax: torch.Tensor
+
+
+def entropy_and_argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Entropy (float32, nats) and most likely token of each row of logits [n, V], on the CPU."""
+    entropies, tokens = [], []
+    for block in logits.split(_BLOCK_ROWS):
+        logprobs = torch.log_softmax(block, dim=-1, dtype=torch.float32)
+        # a vocabulary padded with -inf: exp(-inf) * -inf would be NaN
+        entropies.append(-(logprobs.exp() * logprobs.clamp_min(-1e30)).sum(-1))
+        tokens.append(block.argmax(-1))
+    return torch.cat(entropies).cpu(), torch.cat(tokens).to("cpu", torch.int32)
+
+
+class Recorder:
+    """Captures the sequences of one ``score`` call. Hooks never raise: :attr:`error` keeps the first error.
+
+    An exception inside vLLM's step would leave its scheduler with requests that never finish.
+    """
+
+    def __init__(self, runner: Any, bundle: BundleWriter, sites: Sequence[str]) -> None:
+        self.runner = runner
+        self.model: torch.nn.Module = runner.get_model() if hasattr(runner, "get_model") else runner.model
+        self.bundle = bundle
+        self.sites = tuple(sites)
+        self.error: RpadiagError | None = None
+        self.fired: set[str] = set()
+        self._open: dict[int, _Open] = {}
+        self._slices: list[Slice] | None = None
+        self._hidden: torch.Tensor | None = None
+        self._scheduled: Any = None
+        self._batch: Any = None
+        self._undo: list[Callable[[], None]] = []
+        config = self.model.config
+        self._family: Family = family_for(config.architectures)
+        self._facts = self._family.facts(config)
+        self._widths = self._family.widths(self._facts)
+
+    def begin(self, sequence: int, token_ids: list[int], num_generate: int) -> None:
+        """Expect a sequence: its prompt, then ``num_generate`` tokens that vLLM samples and is fed."""
+        rows = len(token_ids) + num_generate
+        self._open[sequence] = _Open(
+            writer=self.bundle.begin(sequence),
+            token_ids=list(token_ids),
+            num_prompt_tokens=len(token_ids),
+            num_rows=0,
+            max_rows=rows,
+            entropy=torch.full((rows,), torch.nan),
+            argmax=torch.full((rows,), -1, dtype=torch.int32),
+        )
+
+    def end(self, sequence: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, SequenceWriter]:
+        """(positions [T], entropy [T-1], argmax [T-1], writer) of a finished sequence; its rows are all there."""
+        opened = self._open.pop(sequence)
+        if opened.num_rows < opened.max_rows or bool((opened.argmax[:-1] < 0).any()):
+            raise CaptureError(
+                f"sequence {sequence} was seen for {opened.num_rows} of {opened.max_rows} tokens in engine vllm",
+                detail=f"{int((opened.argmax[:-1] >= 0).sum())} rows of logits were seen",
+                hint="tokens from a cache and steps inside a CUDA graph are not seen: start with enforce_eager=True",
+            )
+        positions = torch.cat(opened.positions)[: opened.max_rows].numpy()
+        return positions, opened.entropy[:-1].numpy(), opened.argmax[:-1].numpy(), opened.writer
+
+    # -- attaching ---------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Register every hook. A site whose module this vLLM does not have is a CaptureError."""
+        self._wrap("execute_model", before=self._on_scheduled)
+        if hasattr(self.runner, "prepare_inputs"):  # the second model runner keeps its batch local
+            self._wrap("prepare_inputs", after=self._on_batch)
+        model = self.model
+        self._hook(model.register_forward_pre_hook(self._on_forward, with_kwargs=True))
+        self._hook(model.register_forward_hook(self._on_hidden))
+        self._hook(model.get_submodule("logits_processor").register_forward_hook(self._on_logits))
+        inputs: dict[str, list[tuple[str, Source]]] = {}
+        outputs: dict[str, list[tuple[str, Source]]] = {}
+        for site in self.sites:
+            if site in ("logits", "logprob"):
+                continue
+            path, source = self._family.source(site, stack="rollout", num_layers=self._facts.num_layers)
+            (inputs if source.take == "input" else outputs).setdefault(path, []).append((site, source))
+        for path, wanted in inputs.items():
+            self._hook(self._module(path, wanted).register_forward_pre_hook(self._reader(wanted), with_kwargs=True))
+        for path, wanted in outputs.items():
+            self._hook(self._module(path, wanted).register_forward_hook(self._reader(wanted, output=True)))
+
+    def detach(self) -> None:
+        """Take every hook and wrapper back."""
+        while self._undo:
+            self._undo.pop()()
+
+    def check_fired(self) -> None:
+        """CaptureError unless every requested site fired."""
+        wanted = [s for s in self.sites if s != "logprob"]
+        silent = [s for s in wanted if s not in self.fired]
+        if silent:
+            path, _ = self._family.source(silent[0], stack="rollout", num_layers=self._facts.num_layers)
+            raise CaptureError(
+                f"site {silent[0]} was requested but never fired in engine vllm",
+                detail=f"{len(wanted) - len(silent)} of {len(wanted)} sites fired; module {path} was not called",
+                hint="modules inside a compiled model are not called: start with enforce_eager=True",
+            )
+
+    def _module(self, path: str, wanted: list[tuple[str, Source]]) -> torch.nn.Module:
+        try:
+            return self.model.get_submodule(path)
+        except AttributeError as error:
+            raise CaptureError(
+                f"site {wanted[0][0]} cannot be captured in engine vllm",
+                detail=f"family {self._family.name} maps it to {path}, which {type(self.model).__name__} does not have",
+                hint="this vLLM version lays the model out differently; ask for other sites",
+            ) from error
+
+    def _hook(self, handle: Any) -> None:
+        self._undo.append(handle.remove)
+
+    def _wrap(
+        self, name: str, *, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None
+    ) -> None:
+        """Shadow a method of the runner, on the instance, until :meth:`detach`."""
+        original = getattr(self.runner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if before is not None:
+                before(*args, **kwargs)
+            result = original(*args, **kwargs)
+            if after is not None:
+                after(result)
+            return result
+
+        setattr(self.runner, name, call)
+        self._undo.append(lambda: delattr(self.runner, name))
+
+    # -- one step ----------------------------------------------------------------------------------
+
+    def _on_scheduled(self, scheduler_output: Any = None, *_: Any, **__: Any) -> None:
+        self._scheduled = scheduler_output
+        self._batch = self._slices = self._hidden = None
+
+    def _on_batch(self, batch: Any) -> None:
+        self._batch = batch
+
+    def _on_forward(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._scheduled is None or self.error is not None:
+            return
+        counts = self._scheduled.num_scheduled_tokens
+        request_ids = (self._batch if self._batch is not None else self.runner.input_batch).req_ids
+        slices, start = [], 0
+        for request_id in request_ids:
+            if request_id not in counts:
+                continue
+            sequence, count = int(request_id.split("-")[0]), int(counts[request_id])
+            opened = self._open[sequence]
+            slices.append(Slice(sequence=sequence, start=start, count=count, row=opened.num_rows))
+            start += count
+        self._slices = slices
+        named = dict(zip(("input_ids", "positions"), args, strict=False)) | kwargs
+        try:
+            for piece in slices:
+                self._take_tokens(piece, named.get("input_ids"), named["positions"])
+        except RpadiagError as error:
+            self.error = error
+
+    def _take_tokens(self, piece: Slice, input_ids: torch.Tensor | None, positions: torch.Tensor) -> None:
+        """Note a slice's positions, and check that its tokens are the sequence's own."""
+        opened = self._open[piece.sequence]
+        rows = slice(piece.start, piece.start + piece.count)
+        opened.positions.append(positions[rows].to("cpu", torch.int64, copy=True))
+        position = int(opened.positions[-1][0])
+        if position != piece.row:
+            raise CaptureError(
+                f"sequence {piece.sequence} continued at position {position} after {piece.row} rows",
+                detail="vLLM took tokens from its cache or computed some again",
+                hint="start the engine with a larger max_model_len, or score fewer sequences together",
+            )
+        opened.num_rows += piece.count
+        if input_ids is None:
+            return
+        fed = input_ids[rows].tolist()
+        prompt = opened.token_ids[piece.row : piece.row + piece.count]
+        if fed[: len(prompt)] != prompt:
+            raise CaptureError(
+                f"vLLM was fed other tokens than those of sequence {piece.sequence}",
+                detail=f"rows {piece.row} to {piece.row + piece.count}: fed {fed[:8]}, expected {prompt[:8]}",
+            )
+
+    def _on_hidden(self, _module: Any, _args: Any, output: Any) -> None:
+        self._hidden = output[0] if isinstance(output, tuple) else output
+
+    def _reader(self, wanted: list[tuple[str, Source]], *, output: bool = False) -> Callable[..., None]:
+        def before(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            values = args or tuple(kwargs.values())
+            for site, source in wanted:
+                self._record(site, values[source.index])
+
+        def after(_module: Any, _args: Any, result: Any) -> None:
+            for site, source in wanted:
+                if source.take == "slice":
+                    fused = result[0] if isinstance(result, tuple) else result
+                    begin = sum(self._widths[p] for p in source.parts[: source.index])
+                    self._record(site, fused[:, begin : begin + self._widths[source.parts[source.index]]])
+                else:
+                    self._record(site, result[source.index] if isinstance(result, tuple) else result)
+
+        return after if output else before
+
+    def _record(self, site: str, tensor: torch.Tensor) -> None:
+        if self._slices is None or self.error is not None:
+            return
+        self.fired.add(site)
+        try:
+            for piece in self._slices:
+                opened = self._open[piece.sequence]
+                count = min(piece.count, opened.max_rows - piece.row)
+                if count > 0:
+                    rows = tensor[piece.start : piece.start + count]
+                    opened.writer.append(site, rows, row=piece.row)
+        except RpadiagError as error:
+            self.error = error
+
+    # -- logits ------------------------------------------------------------------------------------
+
+    def _on_logits(self, _module: Any, args: tuple[Any, ...], logits: torch.Tensor | None) -> None:
+        """Attribute a call of the head: prompt rows are a view of the step's hidden states, sampling a gather.
+
+        vLLM computes a prompt's last row with the sampling rows and the rows before it in calls of their own.
+        """
+        if self._slices is None or self._hidden is None or logits is None or self.error is not None:
+            return
+        given, hidden = args[1], self._hidden
+        try:
+            if given.untyped_storage().data_ptr() == hidden.untyped_storage().data_ptr():
+                first = (given.data_ptr() - hidden.data_ptr()) // (hidden.element_size() * hidden.stride(0))
+                self._prompt_logits(first, logits)
+            else:
+                self._sampling_logits(logits)
+        except RpadiagError as error:
+            self.error = error
+
+    def _prompt_logits(self, first: int, logits: torch.Tensor) -> None:
+        assert self._slices is not None
+        for piece in self._slices:
+            opened = self._open[piece.sequence]
+            last = piece.start + min(piece.count, opened.num_prompt_tokens - 1 - piece.row)
+            begin, end = max(first, piece.start), min(first + logits.shape[0], last)
+            if begin < end:
+                self._take_logits(opened, piece.row + begin - piece.start, logits[begin - first : end - first])
+
+    def _sampling_logits(self, logits: torch.Tensor) -> None:
+        assert self._slices is not None
+        for index, piece in enumerate(self._slices):
+            opened = self._open[piece.sequence]
+            row = piece.row + piece.count - 1
+            if opened.num_prompt_tokens - 1 <= row < opened.max_rows:
+                self._take_logits(opened, row, logits[index : index + 1])
+
+    def _take_logits(self, opened: _Open, row: int, logits: torch.Tensor) -> None:
+        end = row + logits.shape[0]
+        opened.entropy[row:end], opened.argmax[row:end] = entropy_and_argmax(logits)
+        if "logits" in self.sites:
+            self.fired.add("logits")
+            opened.writer.append("logits", logits, row=row)
+
+
+class CaptureExtension:
+    """Mixed into vLLM's worker through ``worker_extension_cls``; called by name with ``collective_rpc``."""
+
+    model_runner: Any
+
+    def rpadiag_recorder(self, bundle: BundleWriter, sites: list[str]) -> Recorder:
+        """A recorder on this worker's model, not yet attached."""
+        return Recorder(self.model_runner, bundle, sites)

@@ -1,0 +1,335 @@
+"""The process that hosts vLLM: commands in and replies out as JSON over one connection, tensors on disk.
+
+An :class:`rpadiag.errors.RpadiagError` is sent back and the process goes on; any other exception ends the process,
+its traceback in the log that the parent quotes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from rpadiag.engines.base import ModelFacts, TokenScores
+from rpadiag.engines.bundle_writer import BundleWriter
+from rpadiag.errors import RpadiagError, unknown_name
+
+if TYPE_CHECKING:
+    import torch
+
+    from rpadiag.engines.vllm_capture import Recorder
+
+EXTENSION = "rpadiag.engines.vllm_capture.CaptureExtension"
+DEFAULT_MAX_TOKENS = 4097  # vLLM's max_model_len where the caller does not say: sequences of 4,096 tokens
+# The cache holds one full sequence and at least this many tokens, so that a batch of short prompts fits too.
+MIN_CACHE_TOKENS = 4096
+
+
+def main(descriptor: int, parent: int) -> NoReturn:
+    """Serve commands from an inherited connection until it closes or ``parent`` dies."""
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+    connection = Connection(descriptor)
+    host = Host(connection)
+    while True:
+        try:
+            command = json.loads(connection.recv_bytes())
+        except EOFError:
+            os._exit(0)  # vLLM's own teardown takes seconds and has nothing to save
+        try:
+            result = getattr(host, "do_" + command.pop("do"))(**command)
+            reply: dict[str, Any] = {"result": result}
+        except RpadiagError as error:
+            reply = {"error": [type(error).__name__, error.message, error.detail, error.hint]}
+        connection.send_bytes(json.dumps(reply).encode())
+
+
+def _leave_with(parent: int) -> None:
+    """End this process once its parent is gone: vLLM may be in the middle of a long step."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+class Host:
+    """One vLLM engine at a time, and what was found out while it loaded."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._llm: Any = None
+        self._delivered: dict[str, str] = {}
+
+    # -- commands ----------------------------------------------------------------------------------
+
+    def do_load(
+        self, *, model: str, arguments: dict[str, Any], max_model_len: int | None, device: str
+    ) -> dict[str, Any]:
+        """Load a model, in place of the one loaded before. Returns facts and manifest entries."""
+        started = time.monotonic()
+        self._unload()
+        if device == "cpu" and os.environ.get("ONEDNN_MAX_CPU_ISA"):
+            _init_amx()
+        import torch
+        from vllm import LLM, __version__
+        from vllm.engine.arg_utils import EngineArgs
+
+        defaults = {f.name: f for f in dataclasses.fields(EngineArgs)}
+        for name in arguments:
+            if name not in defaults:
+                raise unknown_name("vLLM argument", name, defaults)
+        facts = self._facts(model, arguments)
+        tokens = min(max_model_len or DEFAULT_MAX_TOKENS, facts.max_positions + 1) - 1
+        given = {**_sized(arguments, facts, tokens), "worker_extension_cls": EXTENSION}
+        with self._digesting():
+            self._llm = LLM(model=model, **given)
+        config = self._llm.llm_engine.vllm_config
+        return {
+            "facts": dataclasses.asdict(facts),
+            "manifest": {
+                "vllm_version": __version__,
+                "torch_version": torch.__version__,
+                "device_name": torch.cuda.get_device_name() if device != "cpu" else _cpu_name(),
+                "arguments": {k: v for k, v in given.items() if v != _default(defaults[k])},
+                "load_s": round(time.monotonic() - started, 3),
+                **_effective(config, self._runner()),
+            },
+        }
+
+    def do_weight_digests(self) -> dict[str, str]:
+        """Digest per checkpoint tensor: of the live parameter where vLLM kept it, else of what was loaded into it."""
+        from rpadiag.engines.vllm_weights import live_digests
+
+        return {**self._delivered, **live_digests(self._runner().get_model(), known=self._delivered)}
+
+    def do_score(
+        self,
+        *,
+        sequences: list[dict[str, Any]],
+        sites: list[str],
+        directory: str,
+        num_generate: int,
+        together: bool,
+        temperature: float,
+        seed: int,
+        meta: dict[str, Any],
+    ) -> None:
+        """Score sequences, and capture ``sites`` of them, into a new bundle."""
+        order = [[i] for i in range(len(sequences))] if not together else self._groups(sequences, num_generate)
+        with BundleWriter(directory, meta) as bundle:
+            recorder: Recorder = self._llm.collective_rpc("rpadiag_recorder", args=(bundle, sites))[0]
+            try:
+                recorder.attach()
+                for group in order:
+                    self._run(recorder, {i: sequences[i] for i in group}, num_generate, temperature, seed)
+                recorder.check_fired()
+            finally:
+                recorder.detach()
+
+    # -- scoring -----------------------------------------------------------------------------------
+
+    def _run(
+        self, recorder: Recorder, group: Mapping[int, dict[str, Any]], num_generate: int, temperature: float, seed: int
+    ) -> None:
+        """Run one call's sequences. One token more than asked for is sampled, and never fed.
+
+        So every token of a sequence is fed, and each site has one row per token.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        engine = self._llm.llm_engine
+        for index, sequence in group.items():
+            ids = sequence["token_ids"]
+            recorder.begin(index, ids, num_generate)
+            parameters = SamplingParams(
+                max_tokens=num_generate + 1,
+                temperature=temperature if num_generate else 0.0,
+                seed=seed + index if num_generate and temperature > 0 else None,
+                logprobs=0,
+                prompt_logprobs=0,
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            engine.add_request(str(index), {"prompt_token_ids": ids}, parameters)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished and recorder.error is None:
+                    self._finish(recorder, group[int(output.request_id)], int(output.request_id), output, num_generate)
+        if recorder.error is not None:
+            raise recorder.error
+
+    def _finish(
+        self, recorder: Recorder, sequence: Mapping[str, Any], index: int, output: Any, num_generate: int
+    ) -> None:
+        """Write a finished request's scores and close its sequence."""
+        ids = [int(t) for t in sequence["token_ids"]]
+        sampled = [int(t) for t in output.outputs[0].token_ids][:num_generate]
+        given = [output.prompt_logprobs[t][ids[t]] for t in range(1, len(ids))]
+        given += [output.outputs[0].logprobs[i][token] for i, token in enumerate(sampled)]
+        try:
+            positions, entropy, argmax, writer = recorder.end(index)
+            scores = TokenScores(
+                logprob=np.array([x.logprob for x in given], np.float32),
+                entropy=entropy,
+                rank=np.array([x.rank for x in given], np.int32),
+                argmax=argmax,
+            )
+            if "logprob" in recorder.sites:
+                writer.append_array("logprob", scores.logprob, "float32")
+            recorder.bundle.end(
+                index,
+                token_ids=ids + sampled,
+                num_prompt_tokens=sequence["num_prompt_tokens"] if not num_generate else len(ids),
+                prompt=sequence["prompt"],
+                positions=positions,
+                scores=scores,
+            )
+        except RpadiagError as error:
+            recorder.error = error
+        self._connection.send_bytes(json.dumps({"finished": index}).encode())
+
+    def _groups(self, sequences: list[dict[str, Any]], num_generate: int) -> list[list[int]]:
+        """Split sequences so that each group fits into the cache: vLLM would preempt and recompute otherwise."""
+        config = self._llm.llm_engine.vllm_config
+        block = config.cache_config.block_size
+        free = config.cache_config.num_gpu_blocks - 1  # block 0 is vLLM's null block
+        groups: list[list[int]] = [[]]
+        used = 0
+        for index, sequence in enumerate(sequences):
+            need = -(-(len(sequence["token_ids"]) + num_generate + 1) // block)
+            if groups[-1] and (used + need > free or len(groups[-1]) >= config.scheduler_config.max_num_seqs):
+                groups.append([])
+                used = 0
+            groups[-1].append(index)
+            used += need
+        return groups
+
+    # -- loading -----------------------------------------------------------------------------------
+
+    def _facts(self, model: str, arguments: Mapping[str, Any]) -> ModelFacts:
+        from rpadiag.engines.checkpoint import load_config
+        from rpadiag.engines.families import family_for
+
+        trusted = bool(arguments.get("trust_remote_code", False))
+        config = load_config(model, revision=arguments.get("revision"), trust_remote_code=trusted)
+        family = family_for(config.architectures)
+        config.update(arguments.get("hf_overrides") or {})
+        return family.facts(config)
+
+    def _runner(self) -> Any:
+        executor = self._llm.llm_engine.model_executor
+        worker = getattr(executor, "driver_worker", executor)
+        return getattr(worker, "worker", worker).model_runner
+
+    def _unload(self) -> None:
+        if self._llm is None:
+            return
+        import torch
+
+        self._llm = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    @contextlib.contextmanager
+    def _digesting(self) -> Iterator[None]:
+        """Digest what vLLM's loader hands to the model: CPU linears keep no readable weight afterwards."""
+        from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+        from rpadiag.engines.digests import tensor_digest
+
+        original = DefaultModelLoader.get_all_weights
+        delivered: dict[str, str] = {}
+
+        def tee(loader: Any, config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+            tied = bool(getattr(config.hf_config, "tie_word_embeddings", False))
+            for name, tensor in original(loader, config, model):
+                if not (name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")):
+                    delivered[name] = tensor_digest(tensor.to(config.dtype))
+                yield name, tensor
+
+        DefaultModelLoader.get_all_weights = tee
+        try:
+            yield
+        finally:
+            DefaultModelLoader.get_all_weights = original
+            self._delivered = delivered
+
+
+def _sized(arguments: Mapping[str, Any], facts: ModelFacts, tokens: int) -> dict[str, Any]:
+    """Arguments with the length and the cache that sequences of ``tokens`` tokens need.
+
+    One token more, because vLLM insists on sampling one. A cache size given by the caller stays.
+    """
+    sized = dict(arguments)
+    sized["max_model_len"] = tokens + 1
+    if tokens + 1 > facts.max_positions:
+        os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+    element = 4 if sized.get("dtype") in ("float32", "float") else 2
+    per_token = 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * element
+    sized.setdefault("kv_cache_memory_bytes", per_token * (max(tokens + 1, MIN_CACHE_TOKENS) + 4 * 128))
+    return sized
+
+
+def _default(spec: Any) -> Any:
+    if spec.default_factory is not dataclasses.MISSING:
+        return spec.default_factory()
+    return spec.default
+
+
+def _effective(config: Any, runner: Any) -> dict[str, Any]:
+    """What vLLM made of the arguments, by names that exist in 0.26.0 and 0.32.0; absent ones are null."""
+    model, cache, compilation = config.model_config, config.cache_config, config.compilation_config
+    scheduler = config.scheduler_config
+    layers = list(compilation.static_forward_context.values())
+    backends = {layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")}
+    mode = getattr(compilation, "mode", None)
+    return {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "attention_backend": ", ".join(sorted(backends)) or None,
+        "model_runner": f"{type(runner).__module__}.{type(runner).__name__}",
+        "model_class": type(runner.get_model()).__name__,
+        "enforce_eager": model.enforce_eager,
+        "compile_mode": getattr(mode, "name", None if mode is None else str(mode)),
+        "cudagraph_mode": str(getattr(compilation, "cudagraph_mode", None)),
+        "custom_ops": list(compilation.custom_ops),
+        "logprobs_mode": str(model.logprobs_mode),
+        "prefix_caching": bool(cache.enable_prefix_caching),
+        "chunked_prefill": bool(getattr(scheduler, "enable_chunked_prefill", False)),
+        "async_scheduling": bool(getattr(scheduler, "async_scheduling", False)),
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_model_len": model.max_model_len,
+        "block_size": cache.block_size,
+        "num_cache_blocks": cache.num_gpu_blocks,
+        "cache_dtype": str(cache.cache_dtype),
+        "quantization": model.quantization,
+        "seed": model.seed,
+    }
+
+
+def _init_amx() -> None:
+    """Ask the kernel for AMX tiles before oneDNN is told not to use them: vLLM's own kernels do so regardless."""
+    import torch
+
+    init = getattr(torch.cpu, "_init_amx", None)
+    if init is not None:
+        init()
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return "cpu"
