@@ -108,8 +108,10 @@ def load_model(
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    bars = logging.is_progress_bar_enabled()
+    # What the loading report would say becomes an error below, or goes to the manifest.
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         loaded, info = AutoModelForCausalLM.from_pretrained(
             model,
@@ -119,11 +121,13 @@ def load_model(
             revision=revision,
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise _load_error(model, error) from error
     finally:
+        logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
     problems = sorted(str(name) for name in info["missing_keys"])

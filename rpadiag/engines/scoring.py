@@ -44,11 +44,11 @@ def score_logits(
         rank = (logprobs >= chosen).sum(-1)
         for column, values in zip(columns, (chosen[:, 0], entropy, rank, logprobs.argmax(-1)), strict=True):
             column.append(values.cpu())
-    logprob, entropy, rank, argmax = (torch.cat(c).numpy() if c else np.empty(0) for c in columns)
+    joined = [np.concatenate([part.numpy() for part in column]) if column else np.empty(0) for column in columns]
     return TokenScores(
-        logprob=logprob.astype(np.float32),
-        entropy=entropy.astype(np.float32),
-        rank=rank.astype(np.int32),
-        argmax=argmax.astype(np.int32),
+        logprob=joined[0].astype(np.float32),
+        entropy=joined[1].astype(np.float32),
+        rank=joined[2].astype(np.int32),
+        argmax=joined[3].astype(np.int32),
         positions=positions,
     )
