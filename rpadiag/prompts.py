@@ -71,6 +71,14 @@ class _Limits:
     reserve: int
 
 
+def check_prompt_file(path: Path | str) -> int:
+    """Read a prompt file without a tokenizer and return its number of prompts: broken files fail before the long work."""
+    entries = list(_entries(Path(path)))
+    if not entries:
+        raise InputError(f"prompt file {path} has no prompts", hint="it needs at least one line or row")
+    return len(entries)
+
+
 def load_prompts(
     path: Path | str,
     tokenizer_factory: Callable[[], Tokenizer],

@@ -62,19 +62,25 @@ def source_file() -> Path:
     return Path(found[0])
 
 
+def converted() -> Path | None:
+    """The checkpoint's directory when an earlier call has converted it; converts nothing."""
+    version = _package_version()
+    target = cache_dir() / f"{ALIAS}-{version}-{CONVERSION}" if version else _newest(cache_dir())
+    return target if target is not None and _is_complete(target) else None
+
+
 def ensure_model(progress: Progress = SILENT) -> Path:
     """Directory of the BF16 checkpoint; converts on the first call (15 to 60 s), later calls only look.
 
     Two processes at once are safe: the second waits for the first. A killed conversion leaves a temporary
     directory that the next call removes, never a directory that looks complete.
     """
-    cache = cache_dir()
-    version = _package_version()
-    target = cache / f"{ALIAS}-{version}-{CONVERSION}" if version else _newest(cache)
-    if target is not None and _is_complete(target):
-        return target
+    found = converted()
+    if found is not None:
+        return found
     source = source_file()
-    assert target is not None  # the package is there, so its version is too
+    cache = cache_dir()
+    target = cache / f"{ALIAS}-{_package_version()}-{CONVERSION}"
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with _exclusive(cache / f"{target.name}.lock"):

@@ -1,0 +1,37 @@
+"""``rpadiag demo``: compare, bisect and report on a model and prompts that ship as packages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rpadiag.cli.bars import progress_on_stderr
+from rpadiag.cli.output import print_findings, say
+from rpadiag.workflows.options import ROLLOUTS
+
+
+def demo(
+    into: Annotated[
+        Path, typer.Option("--into", metavar="DIR", help="Where to write; each demo gets the next free number.")
+    ] = Path("runs-demo"),
+    rollout: Annotated[
+        str, typer.Option("--rollout", metavar="|".join(ROLLOUTS), help="emulated needs no vLLM.")
+    ] = "vllm",
+    replicates: Annotated[
+        int, typer.Option("--replicates", metavar="K", help="Rounding replicates of the bisection.")
+    ] = 8,
+) -> None:
+    """Compare, bisect and report on SmolLM2-135M: a few minutes on two CPU cores, no GPU, no hub."""
+    from rpadiag.workflows.demo import DemoOptions, run_demo
+
+    options = DemoOptions(directory=into, rollout=rollout, replicates=replicates)
+    with progress_on_stderr() as progress:
+        done = run_demo(options, progress)
+    say(done.sentence, style="bold")
+    say()
+    say("The three most important findings:")
+    print_findings(done.findings)
+    say()
+    say(f"report: {done.html}")

@@ -1,0 +1,67 @@
+"""``rpadiag fingerprint``: which rounding contract the kernels of a stack follow, from what they computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rpadiag.cli import options as shared
+from rpadiag.cli.bars import progress_on_stderr
+from rpadiag.cli.output import hint, print_findings, print_json
+from rpadiag.sites import ALIGNABLE_REGIONS
+from rpadiag.workflows.options import STACKS, FingerprintOptions
+
+
+def fingerprint(
+    target: Annotated[
+        str, typer.Argument(metavar="RUN|MODEL", help="A run or bundle directory; or a model, with PROMPTS.")
+    ],
+    prompts: Annotated[
+        Path | None, typer.Argument(metavar="[PROMPTS]", help="Prompt file; MODEL is then run on it.")
+    ] = None,
+    stack: Annotated[
+        str, typer.Option("--stack", metavar="|".join(STACKS), help="Whose kernels to look at.")
+    ] = "rollout",
+    regions: Annotated[
+        str, typer.Option("--regions", metavar="REGIONS", help="Regions to fingerprint, comma separated, or all.")
+    ] = ",".join(ALIGNABLE_REGIONS),
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Write JSON that rpadiag.align reads as a contract.")
+    ] = None,
+    dtype: shared.Dtype = "bfloat16",
+    device: shared.Device = "auto",
+    mode: shared.Mode = "eager",
+    max_tokens: shared.MaxTokens = None,
+    seed: shared.Seed = 0,
+    revision: shared.Revision = None,
+    trust_remote_code: shared.TrustRemoteCode = False,
+    output_format: shared.Format = "table",
+) -> None:
+    """Name the contract that reproduces each region bit for bit, or say why it cannot be determined."""
+    shared.check_format(output_format)
+    options = FingerprintOptions(
+        target=target,
+        prompts=prompts,
+        stack=stack,
+        regions=shared.regions_of(regions),
+        output=output,
+        dtype=dtype,
+        device=device,
+        mode=mode,
+        max_tokens=max_tokens,
+        seed=seed,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
+    from rpadiag.workflows.fingerprint import run_fingerprint
+
+    with progress_on_stderr() as progress:
+        result = run_fingerprint(options, progress)
+    if output_format == "json":
+        print_json(result.to_dict())
+    else:
+        print_findings([finding.to_dict() for finding in result.findings], limit=len(result.findings))
+    if output is not None:
+        hint(f"rpadiag.align(model, contract={str(output)!r}) follows it")

