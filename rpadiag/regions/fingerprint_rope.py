@@ -1,0 +1,98 @@
+"""Fingerprint of a rotary embedding from captured tensors. Shape legend: T tokens, H heads, D head size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rpadiag.contracts import Contract, RopeContract
+from rpadiag.errors import UsageError
+from rpadiag.regions import rope
+from rpadiag.regions.fingerprint import (
+    Fingerprint,
+    Search,
+    check_capture,
+    identify,
+    not_low_precision,
+)
+
+
+def rope_table(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+    """(cos, sin), float32 [T, D/2], of positions [T] and inverse frequencies [D/2]: one float32 product per angle."""
+    angle = positions.float()[:, None] * inv_freq.float()[None, :]
+    return angle.cos(), angle.sin()
+
+
+def fingerprint_rope(
+    x: Tensor,
+    positions: Tensor,
+    out: Tensor,
+    *,
+    inv_freq: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    rotary_dim: int | None = None,
+) -> Fingerprint:
+    """Contracts of the rotation that turned ``x`` into ``out``, both [T, H, D], at ``positions`` int64 [T].
+
+    Angles come from ``inv_freq`` [rotary_dim/2] (float32), or as ``cos`` and ``sin`` [T, rotary_dim/2]; a table that is
+    already rounded leaves the cache axis untold, and says so.
+    """
+    dtype = check_capture("rope", out, x, positions)
+    if x.shape != out.shape or x.ndim != 3:
+        raise UsageError(
+            f"fingerprint of rope: input {tuple(x.shape)} and output {tuple(out.shape)}",
+            hint="both must be [tokens, heads, head size]",
+        )
+    if (early := not_low_precision("rope", out, dtype)) is not None:
+        return early
+    rounded_table = False
+    if cos is None or sin is None:
+        if inv_freq is None:
+            raise UsageError("fingerprint of rope needs inv_freq, or cos and sin")
+        cos, sin = rope_table(positions, inv_freq)
+    else:
+        rounded_table = bool((cos == cos.to(x.dtype).to(cos.dtype)).all() and (sin == sin.to(x.dtype).to(sin.dtype)).all())
+    table_cos, table_sin = cos.float(), sin.float()
+
+    def evaluate(contract: Contract, rows: Tensor) -> Tensor:
+        assert isinstance(contract, RopeContract)
+        return rope.reference(x[rows], table_cos[rows], table_sin[rows], contract=contract, rotary_dim=rotary_dim)
+
+    search = Search(
+        region="rope",
+        candidates=list(RopeContract.space()),
+        evaluate=evaluate,
+        blind_spot=lambda axis: blind_spot(axis, x=x, positions=positions, rounded_table=rounded_table),
+        variants=level_two_variants,
+        cause="float32 fused multiply-add, or the last bit of cos and sin",
+    )
+    found = identify(search, out)
+    if found.status != "no known contract" and not positions.any():
+        return replace(found, status="not determined", reasons=(*found.reasons, _POSITION_ZERO))
+    return found
+
+
+_POSITION_ZERO = "every token is at position 0, where every contract is the identity"
+
+
+def level_two_variants(contract: Contract) -> Iterable[Contract]:
+    """The same rounding points with each float32 fused multiply-add."""
+    one = {a.name: getattr(contract, a.name) for a in contract.axes if a.level == 1}
+    if one["products"] != "fp32":
+        return iter(())
+    return (c for c in RopeContract.space(levels=(2,), **one) if c != contract)
+
+
+def blind_spot(axis: str, *, x: Tensor, positions: Tensor, rounded_table: bool) -> str | None:
+    """Why this data cannot tell an axis of RoPE, where one of the known reasons applies."""
+    if not torch.any(positions):
+        return _POSITION_ZERO
+    if axis == "cache" and rounded_table:
+        return "cos and sin were given already rounded, so an unrounded table cannot be tried"
+    if not torch.any(x):
+        return "the input is zero"
+    return None

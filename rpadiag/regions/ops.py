@@ -1,0 +1,259 @@
+"""The regions as differentiable PyTorch operators: whole under torch.compile, on the references or the Triton kernels.
+
+An operator of ``torch.library`` is opaque to the compiler, so Inductor cannot drop the roundings inside (it elides
+casts to lp and back). A contract travels as its key, a JSON string, because operators take plain values only.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rpadiag.contracts import Contract, RmsNormContract, RopeContract, SwigluContract
+from rpadiag.errors import MissingDependencyError, unknown_name
+from rpadiag.regions import rmsnorm as rmsnorm_region
+from rpadiag.regions import rope as rope_region
+from rpadiag.regions import swiglu as swiglu_region
+
+KERNEL_CHOICES = ("auto", "reference", "triton")
+
+
+@functools.lru_cache(maxsize=256)
+def contract_key(contract: Contract) -> str:
+    """The contract as an operator argument."""
+    return json.dumps(contract.to_dict(), sort_keys=True)
+
+
+@functools.lru_cache(maxsize=256)
+def _rmsnorm_contract(key: str) -> RmsNormContract:
+    return RmsNormContract.from_dict(json.loads(key))
+
+
+@functools.lru_cache(maxsize=256)
+def _rope_contract(key: str) -> RopeContract:
+    return RopeContract.from_dict(json.loads(key))
+
+
+@functools.lru_cache(maxsize=256)
+def _swiglu_contract(key: str) -> SwigluContract:
+    return SwigluContract.from_dict(json.loads(key))
+
+
+# --- rmsnorm -------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("rpadiag::rmsnorm", mutates_args=())
+def rmsnorm_op(
+    x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, contract: str
+) -> tuple[Tensor, Tensor]:
+    """``(y, stored)``; ``stored`` has no elements without a residual."""
+    result = rmsnorm_region.reference(x, weight, eps=eps, contract=_rmsnorm_contract(contract), residual=residual)
+    if isinstance(result, Tensor):
+        return result.contiguous(), x.new_empty(0)
+    return result[0].contiguous(), result[1].contiguous()
+
+
+@rmsnorm_op.register_fake
+def _(
+    x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, contract: str
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(0 if residual is None else x.shape)
+
+
+@torch.library.custom_op("rpadiag::rmsnorm_backward", mutates_args=())
+def rmsnorm_backward_op(
+    grad_y: Tensor,
+    grad_stored: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    contract: str,
+) -> tuple[Tensor, Tensor]:
+    """``(grad_x, grad_weight)``; ``grad_weight`` has no elements without a weight."""
+    grad_x, grad_weight = rmsnorm_region.reference_backward(
+        grad_y, grad_stored, x, weight, eps=eps, contract=_rmsnorm_contract(contract), residual=residual
+    )
+    return grad_x.contiguous(), x.new_empty(0) if grad_weight is None else grad_weight
+
+
+@rmsnorm_backward_op.register_fake
+def _(
+    grad_y: Tensor,
+    grad_stored: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    contract: str,
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
+
+
+def _rmsnorm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, residual, ctx.eps, ctx.contract = inputs
+    contract = _rmsnorm_contract(ctx.contract)
+    ctx.has_residual = residual is not None
+    if residual is not None and contract.sum == "lp" and contract.variance == "rounded":
+        x, residual = output[1], None  # nothing but the rounded sum is read: one tensor less to keep
+    ctx.save_for_backward(x, weight, residual)
+
+
+def _rmsnorm_backward(ctx: Any, grad_y: Tensor, grad_stored: Tensor | None) -> tuple[Any, ...]:
+    x, weight, residual = ctx.saved_tensors
+    if grad_y is None:
+        grad_y = torch.zeros_like(x)
+    grad_x, grad_weight = rmsnorm_backward_op(
+        grad_y, grad_stored if ctx.has_residual else None, x, weight, residual, ctx.eps, ctx.contract
+    )
+    return grad_x, None if weight is None else grad_weight, grad_x if ctx.has_residual else None, None, None
+
+
+rmsnorm_op.register_autograd(_rmsnorm_backward, setup_context=_rmsnorm_setup)
+
+# --- rope ----------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("rpadiag::rope", mutates_args=())
+def rope_op(x: Tensor, cos: Tensor, sin: Tensor, contract: str) -> Tensor:
+    """Rotated ``x`` with its strides; tables broadcast against ``[..., R/2]``."""
+    return torch.empty_like(x).copy_(rope_region.rotate(x, cos, sin, contract=_rope_contract(contract)))
+
+
+@rope_op.register_fake
+def _(x: Tensor, cos: Tensor, sin: Tensor, contract: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("rpadiag::rope_backward", mutates_args=())
+def rope_backward_op(grad: Tensor, cos: Tensor, sin: Tensor, contract: str) -> Tensor:
+    """Gradient of :func:`rope_op` with respect to x."""
+    return torch.empty_like(grad).copy_(rope_region.rotate_backward(grad, cos, sin, contract=_rope_contract(contract)))
+
+
+@rope_backward_op.register_fake
+def _(grad: Tensor, cos: Tensor, sin: Tensor, contract: str) -> Tensor:
+    return torch.empty_like(grad)
+
+
+def _rope_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, cos, sin, ctx.contract = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _rope_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    cos, sin = ctx.saved_tensors
+    return rope_backward_op(grad, cos, sin, ctx.contract), None, None, None
+
+
+rope_op.register_autograd(_rope_backward, setup_context=_rope_setup)
+
+# --- swiglu --------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("rpadiag::swiglu", mutates_args=())
+def swiglu_op(gate: Tensor, up: Tensor, contract: str) -> Tensor:
+    """``silu(gate) * up``."""
+    return swiglu_region.reference(gate, up, contract=_swiglu_contract(contract)).contiguous()
+
+
+@swiglu_op.register_fake
+def _(gate: Tensor, up: Tensor, contract: str) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@torch.library.custom_op("rpadiag::swiglu_backward", mutates_args=())
+def swiglu_backward_op(grad: Tensor, gate: Tensor, up: Tensor, contract: str) -> tuple[Tensor, Tensor]:
+    """``(grad_gate, grad_up)``."""
+    grad_gate, grad_up = swiglu_region.reference_backward(grad, gate, up, contract=_swiglu_contract(contract))
+    return grad_gate.contiguous(), grad_up.contiguous()
+
+
+@swiglu_backward_op.register_fake
+def _(grad: Tensor, gate: Tensor, up: Tensor, contract: str) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+def _swiglu_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    gate, up, ctx.contract = inputs
+    ctx.save_for_backward(gate, up)
+
+
+def _swiglu_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    gate, up = ctx.saved_tensors
+    return *swiglu_backward_op(grad, gate, up, ctx.contract), None
+
+
+swiglu_op.register_autograd(_swiglu_backward, setup_context=_swiglu_setup)
+
+# --- dispatch ------------------------------------------------------------------------------------------------------
+
+
+def rmsnorm(
+    x: Tensor,
+    weight: Tensor | None,
+    residual: Tensor | None,
+    *,
+    eps: float,
+    contract: RmsNormContract,
+    kernels: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``y``, or ``(y, stored)`` with a residual."""
+    if use_triton(x.device, kernels):
+        return _triton().rmsnorm(x, weight, residual, eps, triton_axes(contract))
+    y, stored = rmsnorm_op(x, weight, residual, eps, contract_key(contract))
+    return y if residual is None else (y, stored)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, *, contract: RopeContract, kernels: str = "auto") -> Tensor:
+    """Rotated ``x``."""
+    if use_triton(x.device, kernels):
+        return _triton().rope(x, cos, sin, triton_axes(contract))
+    return rope_op(x, cos, sin, contract_key(contract))
+
+
+def swiglu(gate: Tensor, up: Tensor, *, contract: SwigluContract, kernels: str = "auto") -> Tensor:
+    """``silu(gate) * up``."""
+    if use_triton(gate.device, kernels):
+        return _triton().swiglu(gate, up, triton_axes(contract))
+    return swiglu_op(gate, up, contract_key(contract))
+
+
+@functools.cache
+def kernels_installed() -> bool:
+    """Are the Triton kernels and Triton itself importable?"""
+    return all(importlib.util.find_spec(name) is not None for name in ("rpadiag_kernels", "triton"))
+
+
+def use_triton(device: torch.device, kernels: str) -> bool:
+    """Does this call run on the Triton kernels? ``auto``: on CUDA where they are installed.
+
+    Errors: MissingDependencyError when ``triton`` is asked for and not installed.
+    """
+    if kernels not in KERNEL_CHOICES:
+        raise unknown_name("kernel choice", kernels, KERNEL_CHOICES)
+    if kernels == "reference" or (kernels == "auto" and (device.type != "cuda" or not kernels_installed())):
+        return False
+    if not kernels_installed():
+        raise MissingDependencyError("rpadiag_kernels or triton is not installed", hint="pip install triton rpadiag")
+    return True
+
+
+@functools.lru_cache(maxsize=256)
+def triton_axes(contract: Contract) -> dict[str, str]:
+    """The contract as the kernels take it: the axes they know. An axis they lack must be at its default."""
+    from rpadiag_kernels.axes import AXES
+
+    known = AXES[contract.region]
+    return {axis: value for axis, value in contract.to_dict().items() if axis in known}
+
+
+def _triton() -> Any:
+    import rpadiag_kernels
+
+    return rpadiag_kernels
