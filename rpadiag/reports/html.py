@@ -1,0 +1,128 @@
+"""One self-contained HTML page from one or more runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rpadiag.errors import InputError, NotComparableError, UsageError
+from rpadiag.reports import sections, theme
+from rpadiag.reports.view import Figure, Section
+from rpadiag.runs import Run, check_same_inputs, open_run
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def write_report(run_dirs: Sequence[Path], html_path: Path) -> Path:
+    """Draw runs as one HTML file and return its path.
+
+    A comparison and the bisections of the same inputs share a section; any other runs get one each. Raises
+    NotComparableError where the only comparison and a bisection are of different inputs, InputError for a run that is not
+    complete or a file that cannot be written. The file appears whole or not at all.
+    """
+    if not run_dirs:
+        raise UsageError("no run to report", hint="rpadiag report RUN... --html FILE")
+    with whole_file(html_path) as part:
+        runs = [open_run(path) for path in run_dirs]
+        page = [sections.build(group, f"s{i}") for i, group in enumerate(grouped(runs))]
+        part.write_text(_render(page), encoding="utf-8")
+    return html_path
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A temporary file beside ``path`` that takes its name on success and goes away on failure.
+
+    Opened before the work, so that a place that cannot be written is an InputError at once.
+    """
+    try:
+        if path.is_dir():
+            raise InputError(f"cannot write {path}: it is a directory", hint="name a file")
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+        os.close(handle)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    part = Path(name)
+    try:
+        yield part
+        part.chmod(0o666 & ~_umask())
+        os.replace(part, path)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _unwritable(path: Path, error: OSError) -> InputError:
+    return InputError(f"cannot write {path}: {error.strerror or error}", hint="name a file in a directory that exists and that you can write to")
+
+
+def grouped(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs that share a section, each group's comparison first, in the order given."""
+    compares = [r for r in runs if r.manifest.get("command") == "compare"]
+    bisects = [r for r in runs if r.manifest.get("command") == "bisect"]
+    groups = [[r] for r in runs if r not in bisects]
+    for bisect in bisects:
+        home = next((c for c in compares if _same(c, bisect, only=len(compares) == 1)), None)
+        if home is None:
+            groups.append([bisect])
+        else:
+            next(g for g in groups if g[0] is home).append(bisect)
+    return groups
+
+
+def _same(compare: Run, bisect: Run, *, only: bool) -> bool:
+    """Whether both ran on the same inputs; with a single comparison a mismatch is the user's mistake and raises."""
+    try:
+        check_same_inputs(compare, bisect)
+    except NotComparableError:
+        if only:
+            raise
+        return False
+    return True
+
+
+def _render(page: Sequence[Section]) -> str:
+    import jinja2
+    from plotly.offline import get_plotlyjs
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    figures = [f for s in page for b in s.blocks for f in b.figures]
+    safe = jinja2.utils.markupsafe.Markup
+    return environment.get_template("report.html.j2").render(
+        title=page[0].title if len(page) == 1 else f"{page[0].title} and {len(page) - 1} more",
+        made=page[0].subtitle.rsplit(", ", 1)[-1],
+        sections=page,
+        fonts={"sans": safe(theme.SANS), "mono": safe(theme.MONO)},
+        light=safe(theme.css_variables(theme.LIGHT)),
+        dark=safe(theme.css_variables(theme.DARK)),
+        css=safe((TEMPLATES / "report.css").read_text(encoding="utf-8")),
+        report_js=safe((TEMPLATES / "report.js").read_text(encoding="utf-8")),
+        plotly_js=safe(get_plotlyjs()),
+        figures_json=safe(script_json({"twins": theme.dark_twins(), "list": [_spec(f) for f in figures]})),
+    )
+
+
+def _spec(figure: Figure) -> dict[str, Any]:
+    kept = ("key", "data", "layout", "narrow")
+    return {k: getattr(figure, k) for k in kept} | {"choices": [dataclasses.asdict(c) for c in figure.choices]}
+
+
+def script_json(value: Any) -> str:
+    """JSON for inside a script element: no ``<``, ``>`` or ``&`` is left that could end it or start another."""
+    text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    return text.translate({ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"})

