@@ -12,7 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rpadiag.contracts import Contract, QkRopeContract, RmsNormContract, RopeContract, SwigluContract, contract_from_dict
+from rpadiag.contracts import (
+    Contract,
+    QkRopeContract,
+    RmsNormContract,
+    RopeContract,
+    SwigluContract,
+    contract_from_dict,
+)
 from rpadiag.errors import InputError, unknown_name
 
 _MID_LP, _MID_FP32 = QkRopeContract(mid="lp"), QkRopeContract(mid="fp32")
@@ -285,6 +292,11 @@ def find_preset(name: str) -> Preset:
     if name not in PRESETS:
         raise unknown_name("contract preset", name, PRESETS)
     return PRESETS[name]
+
+
+def known_contracts(region: str) -> dict[str, Contract]:
+    """The contract of every preset in one region, by preset name; source and versions are the preset's."""
+    return {name: preset.regions[region] for name, preset in PRESETS.items()}
 
 
 def preset_from_dict(data: Mapping[str, object], *, name: str = "file") -> Preset:

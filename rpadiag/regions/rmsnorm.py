@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rpadiag.contracts import RmsNormContract
 from rpadiag.errors import InputError
+from rpadiag.regions.presets import known_contracts
 from rpadiag.regions.rounding import LP_DTYPES, store, to_lp
 
 # --- sites spanned -------------------------------------------------------------------------------------------------
@@ -16,16 +17,8 @@ from rpadiag.regions.rounding import LP_DTYPES, store, to_lp
 SITES = ("input_norm", "resid_attn", "post_norm", "resid_mlp", "final_norm")
 
 # --- known contracts -----------------------------------------------------------------------------------------------
-# By implementation; sources and versions are in presets.py.
 
-HF = RmsNormContract(sum="lp", variance="rounded", scale="lp")
-HF_GEMMA = RmsNormContract(sum="lp", variance="rounded", scale="fp32", weight="1+w", dn="fp32", dw="fp32")
-FP32_OUTPUT = RmsNormContract(sum="fp32", variance="unrounded", scale="fp32", dn="fp32", dw="fp32", dsum="fp32")
-VLLM_CUDA = FP32_OUTPUT.replace(sum="lp", variance="rounded")
-VLLM_CUDA_TO_0_19 = VLLM_CUDA.replace(scale="lp")
-VLLM_NATIVE = FP32_OUTPUT.replace(scale="lp")
-VLLM_CPU = FP32_OUTPUT.replace(variance="unrounded", sum="lp")
-LIGER = HF.replace(dn="fp32")
+KNOWN = known_contracts("rmsnorm")
 
 # --- reference -----------------------------------------------------------------------------------------------------
 
@@ -150,7 +143,7 @@ def reference_backward(
     (rounded to lp when dn=lp), ``dr = sum(dn * source)``, ``dx = dn * rstd + ((-0.5 * dr * rstd^3) / H) * (2 * squared)``.
     ``grad_weight`` sums ``grad_y * xhat`` over rows in float32 and rounds once to the weight's dtype; each term is first
     rounded to lp (dw=lp, with xhat rounded as well where scale=lp), or only xhat is (lp-xhat), or none (fp32).
-    These are the operations of autograd on transformers' modules, bit for bit, for the contracts HF and HF_GEMMA.
+    These are the operations of autograd on transformers' modules, bit for bit, for the contracts of hf-eager.
     """
     lp = x.dtype
     inner = intermediates(x, residual, eps, contract)

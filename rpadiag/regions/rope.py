@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rpadiag.contracts import RopeContract
 from rpadiag.errors import InputError
+from rpadiag.regions.presets import known_contracts
 from rpadiag.regions.rounding import LP_DTYPES, fma, fma_lp, store, to_lp
 
 # --- sites spanned -------------------------------------------------------------------------------------------------
@@ -15,11 +16,7 @@ SITES = ("q_rope", "k_rope")
 
 # --- known contracts -----------------------------------------------------------------------------------------------
 
-HF = RopeContract(cache="lp", products="lp")
-COMPILED = RopeContract(cache="lp", products="fp32", grad_products="fp32")
-FP32_CACHE = COMPILED.replace(cache="fp32")
-LIGER = RopeContract(cache="lp", products="lp-fma", fused="cs", grad_products="lp-fma", grad_fused="cs")
-UNSLOTH = LIGER.replace(grad_fused="cc")
+KNOWN = known_contracts("rope")
 
 # --- reference -----------------------------------------------------------------------------------------------------
 

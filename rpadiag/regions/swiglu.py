@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rpadiag.contracts import SwigluContract
 from rpadiag.errors import InputError
+from rpadiag.regions.presets import known_contracts
 from rpadiag.regions.rounding import LP_DTYPES, store, to_lp
 
 # --- sites spanned -------------------------------------------------------------------------------------------------
@@ -15,10 +16,7 @@ SITES = ("act",)
 
 # --- known contracts -----------------------------------------------------------------------------------------------
 
-HF = SwigluContract(silu="lp")
-FP32_OUTPUT = SwigluContract(silu="fp32", dact="fp32", grad_silu="fp32")
-VLLM_CUDA = SwigluContract(silu="lp", dact="fp32", grad_silu="fp32")
-LIGER = SwigluContract(silu="lp", formula="x*(1/(1+e))", dact="fp32", grad_silu="fp32")
+KNOWN = known_contracts("swiglu")
 
 # --- reference -----------------------------------------------------------------------------------------------------
 
@@ -61,7 +59,7 @@ def reference_backward(grad: Tensor, gate: Tensor, up: Tensor, *, contract: Swig
 
     ``dact = grad * up`` (rounded when dact=lp), ``grad_gate = dact * s * (1 + g * (1 - s))`` with s = sigmoid(gate), and
     ``grad_up = grad * silu(gate)`` (silu rounded when grad_silu=lp); float32 in between, one rounding each at the end.
-    The operations of autograd on transformers' MLP, bit for bit, for the contract HF.
+    The operations of autograd on transformers' MLP, bit for bit, for the contract of hf-eager.
     """
     lp = gate.dtype
     g, u, d = gate.to(torch.float32), up.to(torch.float32), grad.to(torch.float32)
