@@ -1,0 +1,47 @@
+# Targets: demo, test, lint, setup, lock, clean. Everything runs in .venv, which the first target makes.
+#   PYTHON=python3.12    interpreter to make .venv with (3.11 or newer)
+#   PIP_ARGS='...'       more arguments for pip, e.g. --extra-index-url of an index with CPU builds of torch
+#   BROWSER=no           leave out the report tests that need headless Chromium
+#   PYTEST_ARGS='...'    more arguments for pytest
+
+SHELL := /bin/bash
+PYTHON ?= python3
+PIP_ARGS ?=
+BROWSER ?= yes
+PYTEST_ARGS ?=
+BIN := .venv/bin
+export PIP_ARGS
+
+.PHONY: setup demo test lint lock clean
+.DEFAULT_GOAL := demo
+
+setup:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "error: step python: $(PYTHON) is not on PATH" >&2; \
+	  echo "hint: install Python 3.11 or newer, or name it: make setup PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) .ci/environment.py setup
+
+demo: setup
+	@$(BIN)/rpadiag demo
+
+test: setup
+ifeq ($(BROWSER),no)
+	$(BIN)/python -m pytest -p no:cacheprovider -m "not browser" $(PYTEST_ARGS)
+else
+	@$(PYTHON) .ci/environment.py check-browser
+	$(BIN)/python -m pytest -p no:cacheprovider $(PYTEST_ARGS)
+endif
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+lock:
+	@$(PYTHON) .ci/environment.py lock
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find rpadiag kernels tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	@echo "kept: .venv (remove it to install again) and runs-demo"
