@@ -87,8 +87,8 @@ def _str(name: str, unit: str, text: str, *, nullable: bool = False) -> Column:
 
 
 ULP_COLUMNS: tuple[Column, ...] = (
-    _i64("n", "elements", "elements compared"),
-    _i64("num_differing", "elements", "elements at least 1 ULP apart, or non-finite on one side only"),
+    _i64("n", "elements", "elements compared", nullable=True),
+    _i64("num_differing", "elements", "elements at least 1 ULP apart, or non-finite and not the same", nullable=True),
     _f64("differing", "share", "num_differing / n", nullable=True),
     _i64("max_ulp", "ULP", "largest distance of a finite pair; harmlessly large near zero", nullable=True),
     _f64("mean_signed_ulp", "ULP", "mean of rollout - trainer on the ordered line, each clipped to +-8", nullable=True),
@@ -174,7 +174,7 @@ SITES = Table(
         _str("site", "address", "the site, e.g. `layers.3.q_rope`"),
         _str("point", "name", "the site without its layer, e.g. `q_rope`"),
         _str("region", "name", "the region the site belongs to"),
-        _str("pair", "name", "the two stacks, first minus second's reference: `trainer|rollout`"),
+        _str("pair", "name", "the two stacks, reference first: `trainer|rollout`"),
         *ULP_COLUMNS,
         *(_local(c) for c in ULP_COLUMNS),
         _f64("inherited_differing", "share", "differing share that the local one does not explain", nullable=True),
