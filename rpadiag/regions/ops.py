@@ -1,12 +1,13 @@
 """The regions as differentiable PyTorch operators: whole under torch.compile, on the references or the Triton kernels.
 
 An operator of ``torch.library`` is opaque to the compiler, so Inductor cannot drop the roundings inside (it elides
-casts to lp and back). A contract travels as its key, a JSON string, because operators take plain values only.
+casts to lp and back). They are named ``rpadiag_reference::*``, beside the kernels' ``rpadiag::*``. A contract travels as its key, a JSON string, because operators take plain values only.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import json
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from rpadiag.contracts import Contract, RmsNormContract, RopeContract, SwigluContract
 from rpadiag.errors import MissingDependencyError, unknown_name
+from rpadiag.regions import qk_norm as qk_norm_region
 from rpadiag.regions import rmsnorm as rmsnorm_region
 from rpadiag.regions import rope as rope_region
 from rpadiag.regions import swiglu as swiglu_region
@@ -47,7 +49,7 @@ def _swiglu_contract(key: str) -> SwigluContract:
 # --- rmsnorm -------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("rpadiag::rmsnorm", mutates_args=())
+@torch.library.custom_op("rpadiag_reference::rmsnorm", mutates_args=())
 def rmsnorm_op(
     x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, contract: str
 ) -> tuple[Tensor, Tensor]:
@@ -59,13 +61,11 @@ def rmsnorm_op(
 
 
 @rmsnorm_op.register_fake
-def _(
-    x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, contract: str
-) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, contract: str) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(0 if residual is None else x.shape)
 
 
-@torch.library.custom_op("rpadiag::rmsnorm_backward", mutates_args=())
+@torch.library.custom_op("rpadiag_reference::rmsnorm_backward", mutates_args=())
 def rmsnorm_backward_op(
     grad_y: Tensor,
     grad_stored: Tensor | None,
@@ -104,7 +104,7 @@ def _rmsnorm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(x, weight, residual)
 
 
-def _rmsnorm_backward(ctx: Any, grad_y: Tensor, grad_stored: Tensor | None) -> tuple[Any, ...]:
+def _rmsnorm_backward(ctx: Any, grad_y: Tensor | None, grad_stored: Tensor | None) -> tuple[Any, ...]:
     x, weight, residual = ctx.saved_tensors
     if grad_y is None:
         grad_y = torch.zeros_like(x)
@@ -119,7 +119,7 @@ rmsnorm_op.register_autograd(_rmsnorm_backward, setup_context=_rmsnorm_setup)
 # --- rope ----------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("rpadiag::rope", mutates_args=())
+@torch.library.custom_op("rpadiag_reference::rope", mutates_args=())
 def rope_op(x: Tensor, cos: Tensor, sin: Tensor, contract: str) -> Tensor:
     """Rotated ``x`` with its strides; tables broadcast against ``[..., R/2]``."""
     return torch.empty_like(x).copy_(rope_region.rotate(x, cos, sin, contract=_rope_contract(contract)))
@@ -130,7 +130,7 @@ def _(x: Tensor, cos: Tensor, sin: Tensor, contract: str) -> Tensor:
     return torch.empty_like(x)
 
 
-@torch.library.custom_op("rpadiag::rope_backward", mutates_args=())
+@torch.library.custom_op("rpadiag_reference::rope_backward", mutates_args=())
 def rope_backward_op(grad: Tensor, cos: Tensor, sin: Tensor, contract: str) -> Tensor:
     """Gradient of :func:`rope_op` with respect to x."""
     return torch.empty_like(grad).copy_(rope_region.rotate_backward(grad, cos, sin, contract=_rope_contract(contract)))
@@ -156,7 +156,7 @@ rope_op.register_autograd(_rope_backward, setup_context=_rope_setup)
 # --- swiglu --------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("rpadiag::swiglu", mutates_args=())
+@torch.library.custom_op("rpadiag_reference::swiglu", mutates_args=())
 def swiglu_op(gate: Tensor, up: Tensor, contract: str) -> Tensor:
     """``silu(gate) * up``."""
     return swiglu_region.reference(gate, up, contract=_swiglu_contract(contract)).contiguous()
@@ -167,7 +167,7 @@ def _(gate: Tensor, up: Tensor, contract: str) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-@torch.library.custom_op("rpadiag::swiglu_backward", mutates_args=())
+@torch.library.custom_op("rpadiag_reference::swiglu_backward", mutates_args=())
 def swiglu_backward_op(grad: Tensor, gate: Tensor, up: Tensor, contract: str) -> tuple[Tensor, Tensor]:
     """``(grad_gate, grad_up)``."""
     grad_gate, grad_up = swiglu_region.reference_backward(grad, gate, up, contract=_swiglu_contract(contract))
@@ -191,37 +191,131 @@ def _swiglu_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 swiglu_op.register_autograd(_swiglu_backward, setup_context=_swiglu_setup)
 
+# --- per-head norm and rope in one ---------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("rpadiag_reference::norm_rope", mutates_args=())
+def norm_rope_op(
+    x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float, norm: str, rope: str
+) -> Tensor:
+    """RoPE of the normed ``x`` without a rounding in between, with the strides of ``x``."""
+    return torch.empty_like(x).copy_(
+        qk_norm_region.reference(x, weight, cos, sin, eps=eps, norm=_rmsnorm_contract(norm), rope=_rope_contract(rope))
+    )
+
+
+@norm_rope_op.register_fake
+def _(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float, norm: str, rope: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("rpadiag_reference::norm_rope_backward", mutates_args=())
+def norm_rope_backward_op(
+    grad: Tensor, x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float, norm: str, rope: str
+) -> tuple[Tensor, Tensor]:
+    """``(grad_x, grad_weight)``; ``grad_weight`` has no elements without a weight."""
+    grad_x, grad_weight = qk_norm_region.reference_backward(
+        grad, x, weight, cos, sin, eps=eps, norm=_rmsnorm_contract(norm), rope=_rope_contract(rope)
+    )
+    return grad_x.contiguous(), x.new_empty(0) if grad_weight is None else grad_weight
+
+
+@norm_rope_backward_op.register_fake
+def _(
+    grad: Tensor, x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float, norm: str, rope: str
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
+
+
+def _norm_rope_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, cos, sin, ctx.eps, ctx.norm, ctx.rope = inputs
+    ctx.save_for_backward(x, weight, cos, sin)
+
+
+def _norm_rope_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    x, weight, cos, sin = ctx.saved_tensors
+    grad_x, grad_weight = norm_rope_backward_op(grad, x, weight, cos, sin, ctx.eps, ctx.norm, ctx.rope)
+    return grad_x, None if weight is None else grad_weight, None, None, None, None, None
+
+
+norm_rope_op.register_autograd(_norm_rope_backward, setup_context=_norm_rope_setup)
+
 # --- dispatch ------------------------------------------------------------------------------------------------------
 
 
-def rmsnorm(
-    x: Tensor,
-    weight: Tensor | None,
-    residual: Tensor | None,
-    *,
-    eps: float,
-    contract: RmsNormContract,
-    kernels: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
-    """``y``, or ``(y, stored)`` with a residual."""
-    if use_triton(x.device, kernels):
-        return _triton().rmsnorm(x, weight, residual, eps, triton_axes(contract))
-    y, stored = rmsnorm_op(x, weight, residual, eps, contract_key(contract))
-    return y if residual is None else (y, stored)
+class Operation:
+    """One contract bound to a choice of kernels. Everything that needs Python beyond tensors happens here, once, so
+    that a call is plain to torch.compile.
+
+    kernels: ``auto`` uses the Triton kernels on CUDA where they are installed, ``reference`` never, ``triton`` always.
+    Errors: MissingDependencyError when ``triton`` is asked for and not installed.
+    """
+
+    def __init__(self, contract: Contract, kernels: str = "auto") -> None:
+        if kernels not in KERNEL_CHOICES:
+            raise unknown_name("kernel choice", kernels, KERNEL_CHOICES)
+        if kernels == "triton" and not kernels_installed():
+            raise MissingDependencyError(
+                "the Triton kernels were asked for and triton is not installed", hint="pip install triton"
+            )
+        self.contract = contract
+        self.key = contract_key(contract)
+        self.kernels = kernels
+        self.module: Any = None
+        self.axes: dict[str, str] = {}
+        if kernels != "reference" and kernels_installed():
+            self.module = _triton()
+            self.axes = triton_axes(contract)
+
+    def on_triton(self, x: Tensor) -> bool:
+        """Does a call with ``x`` run on the Triton kernels?"""
+        return self.module is not None and (self.kernels == "triton" or x.device.type == "cuda")
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor, *, contract: RopeContract, kernels: str = "auto") -> Tensor:
-    """Rotated ``x``."""
-    if use_triton(x.device, kernels):
-        return _triton().rope(x, cos, sin, triton_axes(contract))
-    return rope_op(x, cos, sin, contract_key(contract))
+class RmsNormOperation(Operation):
+    """Differentiable :func:`rpadiag.regions.rmsnorm.reference`."""
+
+    def __call__(
+        self, x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        if self.on_triton(x):
+            return self.module.rmsnorm(x, weight, eps=eps, residual=residual, **self.axes)
+        y, stored = rmsnorm_op(x, weight, residual, eps, self.key)
+        return y if residual is None else (y, stored)
 
 
-def swiglu(gate: Tensor, up: Tensor, *, contract: SwigluContract, kernels: str = "auto") -> Tensor:
-    """``silu(gate) * up``."""
-    if use_triton(gate.device, kernels):
-        return _triton().swiglu(gate, up, triton_axes(contract))
-    return swiglu_op(gate, up, contract_key(contract))
+class RopeOperation(Operation):
+    """Differentiable :func:`rpadiag.regions.rope.rotate`."""
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if self.on_triton(x):
+            return self.module.rope(x, cos, sin, **self.axes)
+        return rope_op(x, cos, sin, self.key)
+
+    def pair(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Query and key, in one kernel where there is one."""
+        if self.on_triton(query):
+            return self.module.rope(query, cos, sin, k=key, **self.axes)
+        return rope_op(query, cos, sin, self.key), rope_op(key, cos, sin, self.key)
+
+
+class SwigluOperation(Operation):
+    """Differentiable :func:`rpadiag.regions.swiglu.reference`."""
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        if self.on_triton(gate):
+            return self.module.swiglu(gate, up, **self.axes)
+        return swiglu_op(gate, up, self.key)
+
+
+class NormRopeOperation:
+    """Differentiable :func:`rpadiag.regions.qk_norm.reference`; always on the reference."""
+
+    def __init__(self, norm: RmsNormContract, rope: RopeContract) -> None:
+        self.norm_key, self.rope_key = contract_key(norm), contract_key(rope)
+
+    def __call__(self, x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+        return norm_rope_op(x, weight, cos, sin, eps, self.norm_key, self.rope_key)
 
 
 @functools.cache
@@ -230,30 +324,11 @@ def kernels_installed() -> bool:
     return all(importlib.util.find_spec(name) is not None for name in ("rpadiag_kernels", "triton"))
 
 
-def use_triton(device: torch.device, kernels: str) -> bool:
-    """Does this call run on the Triton kernels? ``auto``: on CUDA where they are installed.
-
-    Errors: MissingDependencyError when ``triton`` is asked for and not installed.
-    """
-    if kernels not in KERNEL_CHOICES:
-        raise unknown_name("kernel choice", kernels, KERNEL_CHOICES)
-    if kernels == "reference" or (kernels == "auto" and (device.type != "cuda" or not kernels_installed())):
-        return False
-    if not kernels_installed():
-        raise MissingDependencyError("rpadiag_kernels or triton is not installed", hint="pip install triton rpadiag")
-    return True
-
-
-@functools.lru_cache(maxsize=256)
 def triton_axes(contract: Contract) -> dict[str, str]:
-    """The contract as the kernels take it: the axes they know. An axis they lack must be at its default."""
-    from rpadiag_kernels.axes import AXES
-
-    known = AXES[contract.region]
+    """The contract as the kernels take it: the axes they know."""
+    known = importlib.import_module("rpadiag_kernels.axes").AXES[contract.region]
     return {axis: value for axis, value in contract.to_dict().items() if axis in known}
 
 
 def _triton() -> Any:
-    import rpadiag_kernels
-
-    return rpadiag_kernels
+    return importlib.import_module("rpadiag_kernels")

@@ -89,7 +89,13 @@ def _preset(
 ) -> Preset:
     regions = {"rope": rope, "swiglu": swiglu, "rmsnorm": rms, "qk_norm": mid}
     return Preset(
-        name=name, text=text, versions=versions, source=source, evidence=evidence, regions=regions, offset_rmsnorm=offset
+        name=name,
+        text=text,
+        versions=versions,
+        source=source,
+        evidence=evidence,
+        regions=regions,
+        offset_rmsnorm=offset,
     )
 
 

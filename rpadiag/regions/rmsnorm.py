@@ -46,7 +46,7 @@ def reference(
     """
     check_inputs(x, weight, residual, contract)
     inner = intermediates(x, residual, eps, contract)
-    y = _output(inner, weight, x.dtype, contract)
+    y = store(unrounded_output(inner, weight, x.dtype, contract), x.dtype, contract.store)
     return y if residual is None else (y, inner.stored)
 
 
@@ -110,21 +110,20 @@ def weight_factor(weight: Tensor | None, lp: torch.dtype, contract: RmsNormContr
     return to_lp(factor, lp) if contract.weight == "lp(1+w)" else factor
 
 
-def _output(inner: Intermediates, weight: Tensor | None, lp: torch.dtype, contract: RmsNormContract) -> Tensor:
+def unrounded_output(inner: Intermediates, weight: Tensor | None, lp: torch.dtype, contract: RmsNormContract) -> Tensor:
+    """The float32 value that is stored as y."""
     factor = weight_factor(weight, lp, contract)
     source, rstd = inner.source, inner.scaled_by
     if contract.scale == "lp":
         normed = to_lp(source * rstd, lp)
-        y = normed if factor is None else normed * factor
-    elif factor is None:
-        y = source * rstd
-    elif contract.order == "(x*r)*w":
-        y = (source * rstd) * factor
-    elif contract.order == "x*(r*w)":
-        y = source * (rstd * factor)
-    else:
-        y = (source * factor) * rstd
-    return store(y, lp, contract.store)
+        return normed if factor is None else normed * factor
+    if factor is None:
+        return source * rstd
+    if contract.order == "(x*r)*w":
+        return (source * rstd) * factor
+    if contract.order == "x*(r*w)":
+        return source * (rstd * factor)
+    return (source * factor) * rstd
 
 
 def reference_backward(
@@ -220,6 +219,6 @@ def aligned(
     kernels: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`reference` as a differentiable operation, on the Triton kernels where they are chosen."""
-    from rpadiag.regions import ops
+    from rpadiag.regions.ops import RmsNormOperation
 
-    return ops.rmsnorm(x, weight, residual, eps=eps, contract=contract, kernels=kernels)
+    return RmsNormOperation(contract, kernels)(x, weight, residual, eps)

@@ -21,9 +21,7 @@ KNOWN = known_contracts("rope")
 # --- reference -----------------------------------------------------------------------------------------------------
 
 
-def reference(
-    x: Tensor, cos: Tensor, sin: Tensor, *, contract: RopeContract, rotary_dim: int | None = None
-) -> Tensor:
+def reference(x: Tensor, cos: Tensor, sin: Tensor, *, contract: RopeContract, rotary_dim: int | None = None) -> Tensor:
     """Rotated ``x`` [T, H, D]; cos, sin [T, R/2], float32 (unrounded) or lp.
 
     The cache axis is applied here: cache=lp rounds cos and sin to lp. cache=fp32 needs float32 tables, because a
@@ -33,35 +31,45 @@ def reference(
     if x.dim() != 3:
         raise InputError(f"rope takes x of shape [tokens, heads, head size], got {tuple(x.shape)}")
     if rotary_dim is not None and cos.shape[-1] * 2 != rotary_dim:
-        raise InputError(f"rope: rotary size {rotary_dim} needs tables of {rotary_dim // 2} columns, got {cos.shape[-1]}")
+        raise InputError(
+            f"rope: rotary size {rotary_dim} needs tables of {rotary_dim // 2} columns, got {cos.shape[-1]}"
+        )
     return rotate(x, cos[:, None, :], sin[:, None, :], contract=contract)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, contract: RopeContract) -> Tensor:
     """As :func:`reference` for x [..., D] and tables that broadcast against [..., R/2]."""
     check_inputs(x, cos, sin, contract)
-    lp = x.dtype
+    return rotate_values(x, cos, sin, lp=x.dtype, contract=contract)
+
+
+def rotate_values(x: Tensor, cos: Tensor, sin: Tensor, *, lp: torch.dtype, contract: RopeContract) -> Tensor:
+    """:func:`rotate` of values that may be float32 while the output is lp."""
     c, s = _tables(cos, sin, lp, contract)
     x1, x2, rest = _split(x, c.shape[-1], contract.layout)
-    first, second = contract.fused if contract.products == "lp-fma" else contract.fma
-    o1 = _pair(x1, c, -x2, s, lp, contract.products, first, contract.store)
-    o2 = _pair(x2, c, x1, s, lp, contract.products, second, contract.store)
-    return _join(o1, o2, rest, contract.layout)
+    fused = contract.fused if contract.products == "lp-fma" else contract.fma
+    o1 = _pair(x1, c, -x2, s, lp, contract.products, fused[0], contract.store)
+    o2 = _pair(x2, c, x1, s, lp, contract.products, fused[1], contract.store)
+    return _join(o1, o2, store(rest.to(torch.float32), lp, contract.store), contract.layout)
 
 
-def rotate_backward(grad: Tensor, cos: Tensor, sin: Tensor, *, contract: RopeContract) -> Tensor:
+def rotate_backward(
+    grad: Tensor, cos: Tensor, sin: Tensor, *, contract: RopeContract, out: torch.dtype | None = None
+) -> Tensor:
     """Gradient of :func:`rotate` with respect to x: the rotation by the negative angle, rounded to nearest as
-    grad_products says. For products=lp these are the operations of autograd on transformers' function."""
-    lp = grad.dtype
-    c, s = _tables(cos, sin, lp, contract)
+    grad_products says, in dtype ``out`` (that of ``grad`` by default). For products=lp these are the operations of
+    autograd on transformers' function."""
+    lp = grad.dtype if out is None else out
+    c, s = _tables(cos, sin, grad.dtype, contract)
     g1, g2, rest = _split(grad, c.shape[-1], contract.layout)
-    first, second = contract.grad_fused if contract.grad_products == "lp-fma" else "--"
-    d1 = _pair(g1, c, g2, s, lp, contract.grad_products, first, "rne")
-    d2 = _pair(g2, c, -g1, s, lp, contract.grad_products, second, "rne")
-    return _join(d1, d2, rest, contract.layout)
+    fused = contract.grad_fused if contract.grad_products == "lp-fma" else "--"
+    d1 = _pair(g1, c, g2, s, lp, contract.grad_products, fused[0], "rne")
+    d2 = _pair(g2, c, -g1, s, lp, contract.grad_products, fused[1], "rne")
+    return _join(d1, d2, rest.to(lp), contract.layout)
 
 
 def _tables(cos: Tensor, sin: Tensor, lp: torch.dtype, contract: RopeContract) -> tuple[Tensor, Tensor]:
+    """float32 tables under the cache axis."""
     c, s = cos.to(torch.float32), sin.to(torch.float32)
     return (to_lp(c, lp), to_lp(s, lp)) if contract.cache == "lp" else (c, s)
 
@@ -120,6 +128,6 @@ def check_inputs(x: Tensor, cos: Tensor, sin: Tensor, contract: RopeContract) ->
 
 def aligned(x: Tensor, cos: Tensor, sin: Tensor, *, contract: RopeContract, kernels: str = "auto") -> Tensor:
     """:func:`rotate` as a differentiable operation, on the Triton kernels where they are chosen."""
-    from rpadiag.regions import ops
+    from rpadiag.regions.ops import RopeOperation
 
-    return ops.rope(x, cos, sin, contract=contract, kernels=kernels)
+    return RopeOperation(contract, kernels)(x, cos, sin)

@@ -94,6 +94,6 @@ def check_inputs(gate: Tensor, up: Tensor) -> None:
 
 def aligned(gate: Tensor, up: Tensor, *, contract: SwigluContract, kernels: str = "auto") -> Tensor:
     """:func:`reference` as a differentiable operation, on the Triton kernels where they are chosen."""
-    from rpadiag.regions import ops
+    from rpadiag.regions.ops import SwigluOperation
 
-    return ops.swiglu(gate, up, contract=contract, kernels=kernels)
+    return SwigluOperation(contract, kernels)(gate, up)

@@ -1,0 +1,76 @@
+"""Carrying what a residual add rounded away to the norm that reads the sum.
+
+A contract with ``sum=fp32`` or ``variance=unrounded`` normalises the sum before it was rounded. In a transformers
+model the add and the norm are apart, often in two decoder layers, and only the rounded sum is handed on. The two
+addends are therefore kept beside it: on the sum's storage, where every alias of the tensor finds them (FSDP and
+gradient checkpointing hand on aliases) and with which they die; under torch.compile, which cannot see storages, on
+a :class:`Channel` that the layers of one model share.
+
+Values travel beside the graph, gradients in it: they flow through the rounded sum, whose gradient is that of
+either addend.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ATTRIBUTE = "_rpadiag_addends"
+
+
+class Channel:
+    """What the aligned modules of one model hand to each other within a forward.
+
+    addends: (sum, x, residual), while compiling only. stored: (normed, stored sum), from a norm to its layer.
+    """
+
+    def __init__(self) -> None:
+        self.addends: tuple[Tensor, Tensor, Tensor] | None = None
+        self.stored: tuple[Tensor, Tensor] | None = None
+
+    def take_stored(self) -> tuple[Tensor, Tensor] | None:
+        """What the last norm left, once."""
+        stored, self.stored = self.stored, None
+        return stored
+
+
+def attach(total: Tensor, x: Tensor, residual: Tensor, channel: Channel) -> None:
+    """Remember that ``total`` is the rounded sum of ``x`` and ``residual``."""
+    if torch.compiler.is_compiling():
+        channel.addends = (total, x.detach(), residual.detach())
+        return
+    storage: Any = total.untyped_storage()
+    setattr(storage, _ATTRIBUTE, (total.shape, _writes(total), x.detach(), residual.detach()))
+
+
+def addends_of(total: Tensor, channel: Channel) -> tuple[Tensor, Tensor] | None:
+    """The addends of ``total``, or None when it is no such sum, or was written to since."""
+    if torch.compiler.is_compiling():
+        kept, channel.addends = channel.addends, None
+        return kept[1:] if kept is not None and kept[0] is total else None
+    found = getattr(total.untyped_storage(), _ATTRIBUTE, None)
+    if found is None:
+        return None
+    shape, version, x, residual = found
+    return (x, residual) if shape == total.shape and version == _writes(total) else None
+
+
+def _writes(x: Tensor) -> int:
+    """How often ``x`` was written to in place; inference tensors do not count."""
+    return 0 if x.is_inference() else x._version
+
+
+class Reroute(torch.autograd.Function):
+    """The values of one tensor with the graph of another: ``apply(graph, values)``."""
+
+    @staticmethod
+    def forward(ctx: Any, graph: Tensor, values: Tensor) -> Tensor:
+        """Returns ``values``."""
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """The gradient goes to ``graph`` alone."""
+        return grad, None
