@@ -30,7 +30,6 @@ def layout(height: int, **over: Any) -> dict[str, Any]:
         "hovermode": "closest",
         "showlegend": False,
         "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "bgcolor": "rgba(0,0,0,0)"},
-        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": LIGHT.faint, "activecolor": LIGHT.local},
     }
     return base | over
 
@@ -45,6 +44,7 @@ def axis(title: str = "", **over: Any) -> dict[str, Any]:
         "zerolinecolor": LIGHT.muted,
         "tickfont": {"size": 11, "color": LIGHT.faint},
         "ticks": "",
+        "tickangle": 0,
         "automargin": True,
         "fixedrange": False,
     }

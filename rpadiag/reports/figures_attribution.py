@@ -21,7 +21,7 @@ def floor_bars(key: str, gap: Sequence[tuple[str, float, int]], floors: Sequence
     """The measured gap over what each stack differs from itself. gap: (name, mean |d| in nats, tokens)."""
     rows: list[tuple[str, str, float, int, str]] = [("Trainer against rollout: " + n, "", v, k, LIGHT.local) for n, v, k in gap]
     for f in floors:
-        name = f"{str(f.get('stack', '')).capitalize()} against itself: {f.get('text') or f.get('name')}"
+        name = f"{str(f.get('stack', '')).capitalize()}: {f.get('text') or f.get('name')}"
         value = f.get("mean_abs_d")
         if not is_missing(value):
             rows.append((name, str(f.get("name", "")), float(value or 0.0), int(f.get("num_tokens") or 0), LIGHT.muted))
@@ -52,13 +52,13 @@ def floor_bars(key: str, gap: Sequence[tuple[str, float, int]], floors: Sequence
     return Figure(
         key=key,
         title="The gap beside the noise floors",
-        caption="Mean |d| in nats per token. A floor is one stack scored twice on the same tokens, differing only as its label says.",
+        caption="Mean |d| in nats per token. Grey: one stack against itself on the same tokens, differing only as its label says.",
         data=data,
         layout=layout(
             height,
             margin={"l": 4, "r": 70, "t": 22, "b": 14},
             xaxis=axis(range=[0, 1.12 * top], visible=False),
-            yaxis=axis(visible=False, range=[len(rows) - 0.45, -0.75]),
+            yaxis=axis(visible=False, range=[len(rows) - 0.45, -0.65]),
             annotations=above,
         ),
         narrow={"annotations": [a | {"text": _wrapped(str(a["text"])), "yshift": 19} for a in above]},
@@ -89,7 +89,7 @@ def floor_bars(key: str, gap: Sequence[tuple[str, float, int]], floors: Sequence
     )
 
 
-def _wrapped(text: str, width: int = 46) -> str:
+def _wrapped(text: str, width: int = 52) -> str:
     return text if len(text) <= width else text[: width - 1].rstrip() + "\u2026"
 
 

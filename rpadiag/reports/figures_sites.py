@@ -10,7 +10,7 @@ import numpy as np
 from rpadiag.reports import pooling
 from rpadiag.reports.figures import axis, label, layout
 from rpadiag.reports.theme import LIGHT, share_scale
-from rpadiag.reports.view import Choice, Column, Figure, Table, count, number, percent
+from rpadiag.reports.view import Choice, Column, Figure, Table, count, number, percent, words
 from rpadiag.sites import POINTS
 
 if TYPE_CHECKING:
@@ -36,9 +36,8 @@ def site_map(key: str, by_site: pd.DataFrame, by_point: pd.DataFrame, num_layers
             choices.append(Choice(label=name, traces=(len(data), len(data) + 1), note=note))
             data += _map_traces(by_site, by_point, rows, column, num_layers, visible=not data)
     height = ROW_HEIGHT * len(points) + 112
-    columns = list(range(-1, num_layers + 1))
     step = 1 if num_layers <= 12 else 5
-    ticks = [-1, *range(0, num_layers, step), num_layers]
+    ticks = [-1, *range(0 if step == 1 else step, num_layers, step), num_layers]
     return Figure(
         key=key,
         title="Where the two stacks part",
@@ -47,18 +46,19 @@ def site_map(key: str, by_site: pd.DataFrame, by_point: pd.DataFrame, num_layers
         data=data,
         layout=layout(
             height,
-            margin={"l": 92, "r": 8, "t": 26, "b": 84},
+            margin={"l": 92, "r": 8, "t": 26, "b": 78},
             xaxis=axis("decoder layer", tickvals=ticks, ticktext=["in", *(str(t) for t in ticks[1:-1]), "out"], showgrid=False,
-                       range=[-1.6, num_layers + 0.6], domain=[0, 0.9]),
-            xaxis2=axis(domain=[0.905, 1], range=[0, 1], visible=False, fixedrange=True),
+                       range=[-1.6, num_layers + 0.6], domain=[0, 0.93]),
+            xaxis2=axis(domain=[0.935, 1], range=[0, 1], visible=False, fixedrange=True),
             yaxis=axis(tickvals=list(rows.values()), ticktext=points, range=[len(points) - 0.4, -0.6], showgrid=False,
                        tickfont={"size": 12, "color": LIGHT.ink}),
             annotations=[_heading(1.0, "all layers")],
+            coloraxis=_colour_axis(height - 26 - 78),
         ),
         narrow={
-            "margin": {"l": 76, "r": 2, "t": 26, "b": 84},
-            "xaxis": {"domain": [0, 0.8], "tickvals": [-1, 0, num_layers - 1, num_layers] if num_layers > 4 else columns,
-                      "ticktext": ["in", "0", str(num_layers - 1), "out"] if num_layers > 4 else ["in", *map(str, range(num_layers)), "out"]},
+            "margin": {"l": 76, "r": 2, "t": 26, "b": 78},
+            "xaxis": {"domain": [0, 0.8], "tickvals": [-1, num_layers], "ticktext": ["in", "out"]},
+            "coloraxis": {"colorbar": {"len": 0.76, "tickvals": [-5, -3, -2, -1, 0], "ticktext": ["0", "0.1", "1", "10", "100 %"]}},
             "xaxis2": {"domain": [0.81, 1]},
             "yaxis": {"tickfont": {"size": 11}},
         },
@@ -91,7 +91,7 @@ def _map_traces(
     heat = {
         "type": "heatmap", "visible": visible, "z": z, "x": list(range(-1, num_layers + 1)), "y": list(rows.values()),
         "text": shown, "hovertemplate": "%{text}<extra></extra>", "hoverongaps": False, "xgap": 1, "ygap": 2,
-        "zmin": SHARE_FLOOR, "zmax": 0, "colorscale": share_scale(), "showscale": True, "colorbar": _colour_bar(),
+        "coloraxis": "coloraxis",
     }  # fmt: skip
     pooled = {
         "type": "scatter", "visible": visible, "mode": "text", "xaxis": "x2", "yaxis": "y", "x": [1.0] * len(rows), "y": list(rows.values()),
@@ -115,12 +115,13 @@ def _log_share(share: float) -> float:
     return SHARE_FLOOR if share == 0 else min(0.0, max(math.log10(share), SHARE_FLOOR + 0.25))
 
 
-def _colour_bar() -> dict[str, Any]:
-    return {
-        "orientation": "h", "x": 0, "xanchor": "left", "xpad": 0, "y": 0, "yref": "paper", "yanchor": "top", "ypad": 46, "len": 0.62, "thickness": 8,
+def _colour_axis(plot_height: int) -> dict[str, Any]:
+    bar = {
+        "orientation": "h", "x": 0, "xanchor": "left", "xpad": 0, "y": -42 / plot_height, "yanchor": "top", "ypad": 0, "len": 0.5, "thickness": 8,
         "outlinewidth": 0, "tickvals": [-5, -4, -3, -2, -1, 0], "ticktext": ["0", "0.01 %", "0.1 %", "1 %", "10 %", "100 %"],
-        "tickfont": {"size": 11, "color": LIGHT.faint}, "ticklabelposition": "outside",
+        "tickfont": {"size": 11, "color": LIGHT.faint}, "tickangle": 0,
     }  # fmt: skip
+    return {"cmin": SHARE_FLOOR, "cmax": 0, "colorscale": share_scale(), "colorbar": bar}
 
 
 def site_table(by_point: pd.DataFrame) -> Table:
@@ -129,7 +130,7 @@ def site_table(by_point: pd.DataFrame) -> Table:
     for _, r in by_point.iterrows():
         rows.append([
             str(r["point"]), str(r["region"]), count(r["n"]), percent(r["local_differing"]), percent(r["inherited"]), percent(r["differing"]),
-            number(r["local_rel_l2"]), number(r["rel_l2"]), count(r["local_max_ulp"]), count(r["nonfinite"]), r["local_reason"] or "",
+            number(r["local_rel_l2"]), number(r["rel_l2"]), count(r["local_max_ulp"]), count(r["nonfinite"]), words(r["local_reason"]),
         ])  # fmt: skip
     return Table(
         caption="Sites pooled over layers and prompts",
@@ -164,7 +165,7 @@ def depth_panels(key: str, by_site: pd.DataFrame, num_layers: int, unit_roundoff
         title="How it grows with depth",
         caption="One panel per site, decoder layer from left to right, the same vertical axis in all. Blue is made at the site, grey is what arrives end to end; the space between them is inherited.",
         data=data,
-        layout=layout(wide.pop("height"), margin={"l": 48, "r": 8, "t": 44, "b": 40}, showlegend=True, **_merge(wide, magnitude)),
+        layout=layout(wide.pop("height"), margin={"l": 48, "r": 8, "t": 20, "b": 28}, **_merge(wide, magnitude)),
         narrow=narrow,
         alt=_growth_alt(inside, points, unit_roundoff),
         choices=[
@@ -198,7 +199,7 @@ def _panel_traces(rows: pd.DataFrame, i: int, point: str) -> list[dict[str, Any]
             values = [None if math.isnan(v) or (measure == "rel_l2" and v == 0) else float(f"{v:.4g}") for v in rows[prefix + measure]]
             traces.append(
                 {
-                    "type": "scatter", "mode": "lines", "name": name, "legendgroup": name, "showlegend": i == 0, "x": layers, "y": values,
+                    "type": "scatter", "mode": "lines", "name": name, "x": layers, "y": values,
                     "xaxis": f"x{_n(i)}", "yaxis": f"y{_n(i)}", "line": {"color": colour, "width": 2}, "visible": measure == "rel_l2",
                     "hovertemplate": f"layers.%{{x}}.{label(point)}<br>{name}: {form}<extra></extra>",
                 }
@@ -209,10 +210,10 @@ def _panel_traces(rows: pd.DataFrame, i: int, point: str) -> list[dict[str, Any]
 def _panel_grid(points: list[str], columns: int, num_layers: int) -> dict[str, Any]:
     """Axis domains and titles of the panels; the layouts for wide and narrow pages differ in nothing else."""
     num_rows = math.ceil(len(points) / columns)
-    height = 122 * num_rows + 70
-    gap_x, gap_y = 0.028 if columns > 2 else 0.05, 40 / (height - 84)
+    height = 122 * num_rows + 36
+    gap_x, gap_y = 0.028 if columns > 2 else 0.05, 40 / (height - 48)
     width, tall = (1 - gap_x * (columns - 1)) / columns, (1 - gap_y * (num_rows - 1)) / num_rows
-    out: dict[str, Any] = {"height": height, "annotations": [], "legend": {"y": 1, "yanchor": "bottom", "x": 0, "xanchor": "left", "orientation": "h", "yref": "container"}}
+    out: dict[str, Any] = {"height": height, "annotations": []}
     for i, point in enumerate(points):
         row, column = divmod(i, columns)
         x0, y1 = column * (width + gap_x), 1 - row * (tall + gap_y)

@@ -26,25 +26,7 @@ def logprob_histogram(key: str, scored: pd.DataFrame) -> Figure:
     reach = max(1.05 * float(np.quantile(np.abs(d), 0.999)), 1e-6)
     groups = [(s, g["d"].to_numpy()) for s, g in scored.groupby("source", sort=True)]
     groups.sort(key=lambda item: item[0] != "prefill")
-    data: list[dict[str, Any]] = []
-    for i, (source, values) in enumerate(groups):
-        centres, counts = pooling.histogram(values, NUM_BINS, reach)
-        share = counts / len(values)
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": f"{source} (n = {count(len(values))})",
-                "x": [round(float(c), 9) for c in centres],
-                "y": [float(s) if s > 0 else None for s in share],
-                "customdata": [int(c) for c in counts],
-                "line": {"shape": "hvh", "width": 1.75, "color": LIGHT.local if i == 0 else LIGHT.second},
-                "fill": "tozeroy" if i == 0 else "none",
-                "fillcolor": LIGHT.wash,
-                "connectgaps": False,
-                "hovertemplate": "d = %{x:.4f} nats<br>%{customdata} tokens, %{y:.2%}<extra>" + label(source) + "</extra>",
-            }
-        )
+    data = [_distribution(source, values, reach, main=i == 0) for i, (source, values) in enumerate(groups)]
     exact = float(np.mean(d == 0))
     beyond = int(np.sum(np.abs(d) > reach))
     rows = [[s, count(len(v)), *_quantiles(v)] for s, v in groups]
@@ -53,7 +35,7 @@ def logprob_histogram(key: str, scored: pd.DataFrame) -> Figure:
         showlegend=True,
         margin={"l": 60, "r": 12, "t": 30, "b": 44},
         xaxis=axis("d = trainer \u2212 rollout, nats", zeroline=True, range=[-reach, reach]),
-        yaxis=axis("share of tokens", type="log", tickformat="~%", dtick=1, range=[_log_floor(d), 0]),
+        yaxis=axis("share of tokens", type="log", tickformat="~%", dtick=1, range=[math.log10(0.6 / len(d)), 0]),
         shapes=[rule(x0=math.log(r)) for r in (RATIO_LOW, RATIO_HIGH) if abs(math.log(r)) < reach],
         annotations=[_note(math.log(r), f"ratio {r}") for r in (RATIO_LOW, RATIO_HIGH) if abs(math.log(r)) < reach],
     )
@@ -75,6 +57,22 @@ def logprob_histogram(key: str, scored: pd.DataFrame) -> Figure:
     )
 
 
+def _distribution(source: str, values: np.ndarray, reach: float, *, main: bool) -> dict[str, Any]:
+    """Bars for the main source, a stepped outline for the other, so that both can be read where they overlap."""
+    centres, counts = pooling.histogram(values, NUM_BINS, reach)
+    trace: dict[str, Any] = {
+        "name": f"{label(source)} (n = {count(len(values))})",
+        "x": [round(float(c), 9) for c in centres],
+        "y": [float(c) / len(values) if c else None for c in counts],
+        "customdata": [int(c) for c in counts],
+        "hovertemplate": "d = %{x:.4f} nats<br>%{customdata} tokens, %{y:.2%}<extra>" + label(source) + "</extra>",
+    }
+    if main:
+        width = float(centres[1] - centres[0])
+        return trace | {"type": "bar", "width": 0.86 * width, "marker": {"color": LIGHT.local, "opacity": 0.5, "line": {"width": 0}}}
+    return trace | {"type": "scatter", "mode": "lines+markers", "line": {"width": 1.75, "color": LIGHT.second, "shape": "hvh"}, "marker": {"size": 3, "color": LIGHT.second}}
+
+
 _QUANTILES = (0.0, 0.01, 0.25, 0.5, 0.75, 0.99, 1.0)
 _QUANTILE_NAMES = ("min", "1 %", "25 %", "median", "75 %", "99 %", "max")
 
@@ -83,12 +81,8 @@ def _quantiles(values: np.ndarray) -> list[str]:
     return [number(float(np.quantile(values, x))) for x in _QUANTILES]
 
 
-def _log_floor(d: np.ndarray) -> float:
-    return math.log10(0.5 / len(d))
-
-
 def _note(x: float, text: str) -> dict[str, Any]:
-    left = x < 0
+    left = x > 0
     return {
         "x": x, "xref": "x", "y": 1, "yref": "paper", "text": text, "showarrow": False, "yanchor": "top",
         "xanchor": "right" if left else "left", "xshift": -3 if left else 3, "font": {"size": 11, "color": LIGHT.faint},

@@ -105,7 +105,7 @@ def _render(page: Sequence[Section]) -> str:
     safe = jinja2.utils.markupsafe.Markup
     return environment.get_template("report.html.j2").render(
         title=page[0].title if len(page) == 1 else f"{page[0].title} and {len(page) - 1} more",
-        made=page[0].subtitle.rsplit(", ", 1)[-1],
+        version=next((v for s in page for r in s.records for k, v in r.facts if k == "rpadiag"), ""),
         sections=page,
         fonts={"sans": safe(theme.SANS), "mono": safe(theme.MONO)},
         light=safe(theme.css_variables(theme.LIGHT)),

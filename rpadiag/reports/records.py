@@ -85,7 +85,8 @@ def record(run: Run) -> RunRecord:
     facts = [
         ("run directory", run.path.name),
         ("started", f"{m.get('started_utc', MISSING)}, took {number(m.get('wall_s'))} s"),
-        ("rpadiag", str(packages.get("rpadiag", MISSING)) + (f", commit {str(git['commit'])[:12]}{' with local changes' if git.get('dirty') else ''}" if git.get("commit") else "")),
+        ("rpadiag", str(packages.get("rpadiag", MISSING))),
+        ("git", f"started in a repository at {str(git['commit'])[:12]}{', with local changes' if git.get('dirty') else ''}" if git.get("commit") else ""),
         ("packages", ", ".join(f"{n} {packages[n]}" for n in SHOWN_PACKAGES if n in packages and n != "rpadiag")),
         ("processor", f"{cpu.get('model') or MISSING}, {cpu.get('num_cores', MISSING)} cores"),
         ("GPU", ", ".join(str(g.get("name")) for g in devices.get("gpus") or [])),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from rpadiag.reports.view import (
     number,
     percent,
     plural,
+    words,
 )
 from rpadiag.runs import Run
 
@@ -35,23 +37,36 @@ UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 
 def build(runs: Sequence[Run], key: str) -> Section:
     """One section. The first run gives headline and sites; a bisect run anywhere in ``runs`` gives the attribution."""
-    main = runs[0]
     bisects = [r for r in runs if r.has("attribution")]
+    blocks = tuple(b for b in _blocks(runs[0], bisects, key) if b is not None)
+    return replace(headline(runs), key=key, blocks=blocks, records=tuple(records.record(r) for r in runs))
+
+
+def headline(runs: Sequence[Run]) -> Section:
+    """A section without its blocks: what the runs are of, the verdict, the first numbers, the findings."""
+    main = runs[0]
     verdict = main.verdict
     shown, further = _findings(runs, verdict)
     return Section(
-        key=key,
+        key="",
         title=_title(main),
         subtitle=_subtitle(runs),
         kind=str(verdict["kind"]) if verdict else None,
-        sentence=str(verdict["sentence"]) if verdict else None,
+        sentence=_without_kind(verdict) if verdict else None,
         stacks=records.stack_lines(main.manifest),
         tiles=_tiles(main.metrics),
         findings=shown,
         further=further,
-        blocks=[b for b in _blocks(main, bisects, key) if b is not None],
-        records=[records.record(r) for r in runs],
     )
+
+
+def _without_kind(verdict: Mapping[str, Any]) -> str:
+    """The sentence without a leading "Rounding only:", which the badge above it says."""
+    sentence, lead = str(verdict["sentence"]), f"{verdict['kind']}:"
+    if not sentence.lower().startswith(lead):
+        return sentence
+    rest = sentence[len(lead) :].lstrip()
+    return rest[:1].upper() + rest[1:]
 
 
 def _title(run: Run) -> str:
@@ -62,9 +77,9 @@ def _title(run: Run) -> str:
 
 def _subtitle(runs: Sequence[Run]) -> str:
     prompts = runs[0].prompts(["num_tokens"])
-    words = [plural(len(prompts), "prompt"), plural(int(prompts["num_tokens"].sum()), "token")] if len(prompts) else []
-    words.append(str(runs[0].manifest.get("started_utc", ""))[:10])
-    return ", ".join(w for w in words if w)
+    parts = [plural(len(prompts), "prompt"), plural(int(prompts["num_tokens"].sum()), "token")] if len(prompts) else []
+    parts.append(str(runs[0].manifest.get("started_utc", ""))[:10])
+    return ", ".join(p for p in parts if p)
 
 
 def _findings(runs: Sequence[Run], verdict: Mapping[str, Any] | None) -> tuple[list[Statement], list[Statement]]:
@@ -89,15 +104,11 @@ def _tiles(metrics: Mapping[str, Any]) -> list[Tile]:
     tiles = [
         Tile(label="Mean |d| per token", value=number(values.get("mean_abs_d")), unit="nats", compare=f"noise floors: {beside}" if beside else tokens),
         Tile(label="KL rollout \u2016 trainer (k3)", value=number(values.get("k3_kl")), unit="nats", compare=tokens),
-        Tile(label="Ratio outside 0.8 to 1.2", value=percent(_outside(values)), unit="", compare="of tokens, the usual clipping range"),
+        Tile(label="Ratio outside 0.8 to 1.2", value=percent(values.get("outside_ratio_share")), unit="", compare="of tokens, the usual clipping range"),
         Tile(label="Effective sample size", value=percent(values.get("rollout_is_eff_sample_size")), unit="", compare="left by importance weighting"),
         Tile(label="Exactly equal", value=percent(values.get("exact_share")), unit="", compare="of tokens, to the last bit"),
     ]  # fmt: skip
     return [t for t in tiles if t.value != number(None)]
-
-
-def _outside(values: Mapping[str, Any]) -> Any:
-    return next((v for k, v in values.items() if k.startswith("outside") or k.endswith("outside_share")), None)
 
 
 def _blocks(main: Run, bisects: Sequence[Run], key: str) -> list[Block | None]:
@@ -144,7 +155,7 @@ def _sites_block(run: Run, sites: pd.DataFrame, key: str, *, compared: bool) -> 
 
 
 def _reasons(unmeasured: pd.DataFrame) -> str:
-    return "; ".join(f"{p} ({r or 'no reason recorded'})" for p, r in zip(unmeasured["point"], unmeasured["local_reason"], strict=True))
+    return "; ".join(f"{p} ({words(r, 'no reason recorded')})" for p, r in zip(unmeasured["point"], unmeasured["local_reason"], strict=True))
 
 
 def _logprob_block(scored: pd.DataFrame, key: str) -> Block | None:
@@ -155,6 +166,7 @@ def _logprob_block(scored: pd.DataFrame, key: str) -> Block | None:
         title="Log-probabilities",
         lead=["Both stacks score the same tokens. d is the trainer\u2019s log-probability of a token minus the rollout\u2019s; exp(d) is the importance ratio that reinforcement learning uses."],
         figures=[figures_tokens.logprob_histogram(f"{key}-histogram", scored), figures_tokens.token_scatter(f"{key}-scatter", scored)],
+        side_by_side=True,
     )  # fmt: skip
 
 
@@ -247,6 +259,7 @@ def _attribution_block(run: Run, key: str) -> Block | None:
         title="Which region is responsible",
         lead=[*told, about],
         figures=figures,
+        side_by_side=True,
         tables=[_attribution_table(rows)],
         notes=[_detectable_note(rows)],
         warning=warning,
@@ -258,10 +271,10 @@ def _detectable_note(rows: pd.DataFrame) -> str:
     seen = list(each[each["detectable"]]["region"])
     unseen = list(each[~each["detectable"]]["region"])
     smallest = float(2 * each["systematic_sq_se"].median()) if len(each) else float("nan")
-    words = [f"Detectable here is anything above about {number(smallest, 2)} nats\u00b2 (two standard errors)"]
-    words.append(f"told from zero: {', '.join(seen) or 'none'}")
-    words.append(f"not told from zero: {', '.join(unseen) or 'none'}")
-    return "; ".join(words) + "."
+    parts = [f"Detectable here is anything above about {number(smallest, 2)} nats\u00b2 (two standard errors)"]
+    parts.append(f"told from zero: {', '.join(seen) or 'none'}")
+    parts.append(f"not told from zero: {', '.join(unseen) or 'none'}")
+    return "; ".join(parts) + "."
 
 
 def _attribution_table(rows: pd.DataFrame) -> Table:
@@ -332,11 +345,13 @@ def _prompts_block(run: Run, scored: pd.DataFrame, key: str) -> Block | None:
         [str(int(r["prompt"])), _short(r["text"]), count(r["num_prompt_tokens"]), count(r["num_tokens"] - r["num_prompt_tokens"]), number(r["mean"]), number(r["max"])]
         for _, r in shown.iterrows()
     ]  # fmt: skip
+    outliers = [str(s["prompt"]) for s in ((run.metrics.get("logprob") or {}).get("all") or {}).get("sequence_outliers") or []]
+    far = f" Far above the others (more than 5 robust standard deviations over the median): {', '.join(outliers)}." if outliers else ""
     more = f"The 30 furthest apart of {count(len(prompts))}." if len(prompts) > 30 else "Furthest apart first."
     return Block(
         key=f"{key}-prompts",
         title="Prompts",
-        lead=[more],
+        lead=[more + far],
         tables=[
             Table(
                 caption="Prompts by mean |d|",

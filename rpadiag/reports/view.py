@@ -87,7 +87,7 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A titled part of a section: paragraphs, then figures, tables and tokens, whichever it has."""
+    """A titled part of a section: paragraphs, then figures, tokens and tables, whichever it has."""
 
     key: str
     title: str
@@ -98,6 +98,7 @@ class Block:
     token_columns: Sequence[Column] = ()
     notes: Sequence[str] = ()
     warning: str | None = None
+    side_by_side: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +174,11 @@ def percent(share: Any) -> str:
     if 0.9995 <= share < 1.0:
         return f">{NBSP}99.9{NBSP}%"
     return f"{number(share * 100, 3 if share >= 0.1 else 2)}{NBSP}%"
+
+
+def words(value: Any, absent: str = "") -> str:
+    """Text of a nullable column."""
+    return value if isinstance(value, str) and value else absent
 
 
 def plural(n: int, noun: str) -> str:

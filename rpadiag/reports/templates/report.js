@@ -39,11 +39,7 @@
       data = recolour(data);
       layout = recolour(layout);
     }
-    const config = {
-      displayModeBar: onPhone ? false : "hover", displaylogo: false, responsive: true, scrollZoom: false,
-      modeBarButtons: [["zoom2d", "resetScale2d", "toImage"]],
-      toImageButtonOptions: { filename: "rpadiag-" + figure.key, scale: 2 },
-    };
+    const config = { displayModeBar: false, responsive: true, scrollZoom: false, doubleClick: "reset" };
     // Plotly writes into what it is given; hand it its own copy.
     return Plotly.react(figure.key, structuredClone(data), structuredClone(layout), config);
   }

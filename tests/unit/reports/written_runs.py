@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from rpadiag.compare.metrics import logprob_metrics
 from rpadiag.findings import Finding, Verdict
 from rpadiag.runs import create_run
 from rpadiag.sites import POINTS, all_sites, split_site
@@ -40,31 +41,33 @@ def write_compare(
     with create_run(path, command="compare", options=options, given={"generate": generated}) as run:
         run.set_weights("trainer", {"model.embed_tokens.weight": weight})
         run.set_weights("rollout", {"model.embed_tokens.weight": weight})
-        all_d = []
+        p_and_q, owner = [], []
         for prompt in range(num_prompts):
             ids = _token_ids(prompt, num_tokens + generated)
             run.add_prompts([{"prompt": prompt, "num_prompt_tokens": num_tokens, "text": prompt_text if prompt == 0 else f"Prompt {prompt}", "token_ids": ids}])
             columns = _token_columns(rng, prompt, ids, num_tokens, odd_word if prompt == 0 else None)
-            all_d.append(columns["p"] - columns["q"])
+            p_and_q.append((columns["p"], columns["q"]))
+            owner.append(columns["prompt"])
             run.add_tokens(columns)
             for precision in ("model", "fp32"):
                 run.add_sites(_site_rows(prompt, precision, num_layers, num_tokens, rng))
-        d = np.concatenate(all_d).astype(np.float64)
-        run.set_metrics({"logprob": _metrics(d), "floors": _floors(len(d))})
+        p, q = (np.concatenate(side) for side in zip(*p_and_q, strict=True))
+        metrics = logprob_metrics(p, q, sequence_ids=np.concatenate(owner), p_argmax=p, q_argmax=p)
+        run.set_metrics({"logprob": {"all": metrics, "prefill": metrics, "decode": metrics}, "floors": _floors(len(p))})
         run.set_manifest(
             trainer={"stack": "trainer", "engine": "transformers", "model": "smollm2-135m", "dtype": "bfloat16", "device": "cpu", "attention": "sdpa",
                      "versions": {"torch": "2.13.0+cpu", "transformers": "5.19.0"}, "aligned": None},
             rollout={"stack": "rollout", "engine": "vllm", "vllm_version": "0.32.0", "dtype": "bfloat16", "device": "cpu", "attention_backend": "CPU_ATTN"},
             rollout_label="vLLM 0.32.0",
             sites={"requested": [], "absent": {"q_norm": "this family has no per-head norm"}},
-            control={"precision": "fp32", "reason": None, "num_tokens": len(d)},
+            control={"precision": "fp32", "reason": None, "num_tokens": len(p)},
         )  # fmt: skip
-        for rank, text in enumerate(_findings_text(len(d))):
+        for rank, text in enumerate(_findings_text(len(p))):
             run.add_finding(Finding(code="local-divergence", severity=("warning", "warning", "info")[min(rank, 2)], text=text, region=("rope", "rmsnorm", None)[min(rank, 2)], rank=rank))
         run.set_verdict(Verdict(
             kind=kind,
             sentence=f"Rounding only: trainer and vLLM 0.32.0 compute the same function (in FP32 the stacks agree to 1e-05 nats) and differ by 0.039 nats "
-            f"per token (mean |d|, n = {len(d)}) because they round at different points; it is made in RoPE (23 % of elements), residual RMSNorm (21 % of elements).",
+            f"per token (mean |d|, n = {len(p)}) because they round at different points; it is made in RoPE (23 % of elements), residual RMSNorm (21 % of elements).",
             site="layers.0.input_norm",
         ))  # fmt: skip
     return path
@@ -128,16 +131,6 @@ def _ulp(n: int, share: float, rel_l2: float, prefix: str) -> dict[str, Any]:
         "num_nonfinite_trainer": 0, "num_nonfinite_rollout": 0,
     }  # fmt: skip
     return {prefix + k: v for k, v in values.items()}
-
-
-def _metrics(d: np.ndarray) -> dict[str, Any]:
-    ratio = np.exp(d)
-    every = {
-        "num_tokens": len(d), "mean_abs_d": float(np.abs(d).mean()), "max_abs_d": float(np.abs(d).max()), "exact_share": float((d == 0).mean()),
-        "kl": float(-d.mean()), "k3_kl": float((ratio - 1 - d).mean()), "rollout_is_mean": float(ratio.mean()), "rollout_is_std": float(ratio.std()),
-        "rollout_is_eff_sample_size": float(ratio.mean() ** 2 / (ratio**2).mean()), "chi2_seq": None, "outside_0.8_1.2_share": float(((ratio < 0.8) | (ratio > 1.2)).mean()),
-    }  # fmt: skip
-    return {"all": every, "prefill": every, "decode": every}
 
 
 def _floors(n: int) -> list[dict[str, Any]]:
