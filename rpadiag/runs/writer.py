@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import shutil
 import time
@@ -17,10 +18,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self
 
-from rpadiag.errors import InputError
+from rpadiag.errors import InputError, RpadiagError
 from rpadiag.findings import Finding, Verdict
 from rpadiag.runs import manifest as facts
-from rpadiag.runs.schema import FORMAT_NAME, FORMAT_VERSION, TABLES, Table, table_named
+from rpadiag.runs.schema import FORMAT_NAME, FORMAT_VERSION, Table, table_named
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -32,6 +33,7 @@ METRICS = "metrics.json"
 WEIGHTS = "weights.json"
 SCRATCH = "scratch"
 ROWS_PER_GROUP = 16_384
+BYTES_PER_GROUP = 8 << 20
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 Rows = Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any]]
@@ -47,6 +49,16 @@ def disk_error(path: Path, error: OSError) -> InputError:
     else:
         hint = "choose another directory with --run"
     return InputError(f"cannot write run {path}: {why}", hint=hint)
+
+
+def _disk_full(error: BaseException) -> OSError | None:
+    """The OSError behind an exception that a full disk caused; libraries keep its message, numpy only the counts."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error if error.errno in _FULL else None
+    words = (os.strerror(errno.ENOSPC), "requested and 0 written")
+    if isinstance(error, RpadiagError) or not any(w in str(error) for w in words):
+        return None
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @contextlib.contextmanager
@@ -85,7 +97,8 @@ class _TableWriter:
         self._part = directory / f"{table.file}.part"
         self._path = directory / table.file
         self._pending: list[pa.Table] = []
-        self._num_pending = 0
+        self._pending_rows = 0
+        self._pending_bytes = 0
         self._file: IO[bytes] | None = None
         self._parquet: pq.ParquetWriter | None = None
 
@@ -95,9 +108,10 @@ class _TableWriter:
         if chunk.num_rows == 0:
             return
         self._pending.append(chunk)
-        self._num_pending += chunk.num_rows
+        self._pending_rows += chunk.num_rows
+        self._pending_bytes += chunk.nbytes
         self.num_rows += chunk.num_rows
-        if self._num_pending >= ROWS_PER_GROUP:
+        if self._pending_rows >= ROWS_PER_GROUP or self._pending_bytes >= BYTES_PER_GROUP:
             self._flush()
 
     def _arrow(self, columns: Mapping[str, Sequence[Any]]) -> pa.Table:
@@ -124,10 +138,8 @@ class _TableWriter:
         if self._parquet is None:
             self._parquet = pq.ParquetWriter(self._file, self.table.arrow(), compression="zstd", version="2.6")
         if self._pending:
-            self._parquet.write_table(
-                pa.concat_tables(self._pending).combine_chunks(), row_group_size=ROWS_PER_GROUP * 4
-            )
-        self._pending, self._num_pending = [], 0
+            self._parquet.write_table(pa.concat_tables(self._pending).combine_chunks())
+        self._pending, self._pending_rows, self._pending_bytes = [], 0, 0
 
     def close(self) -> None:
         """Write what is left and the footer, sync, and give the file its name."""
@@ -191,7 +203,9 @@ class RunWriter:
         self._verdict: dict[str, Any] | None = None
         self._findings: list[dict[str, Any]] = []
         self._weights: dict[str, dict[str, str]] = {}
-        self._token_digests: list[str] = []
+        self._num_sequences = 0
+        self._tokens = hashlib.blake2b(digest_size=16)  # over "prompt digest" lines, in the order they were added
+        self._given: set[str] = set()
         self._closed = False
 
     # -- what the run holds ----------------------------------------------------------------------
@@ -202,7 +216,8 @@ class RunWriter:
         for row in rows:
             digest = facts.token_digest(row["token_ids"])
             full.append({**row, "num_tokens": len(row["token_ids"]), "token_digest": digest})
-            self._token_digests.append(f"{row['prompt']} {digest}")
+            self._tokens.update(f"{row['prompt']} {digest}\n".encode())
+            self._num_sequences += 1
         self._add("prompts", full)
 
     def add_tokens(self, rows: Rows) -> None:
@@ -226,10 +241,11 @@ class RunWriter:
 
     def set_manifest(self, **values: Any) -> None:
         """Set top-level manifest entries (JSON data) and write the manifest, still ``started``."""
-        reserved = {"format", "format_version", "status", "tables"} & set(values)
+        reserved = {"format", "format_version", "status", "tables", "tokens"} & set(values)
         if reserved:
             raise ValueError(f"manifest entries set by the writer alone: {', '.join(sorted(reserved))}")
         self._manifest.update(facts.strict_json(values))
+        self._given |= set(values)
         self._write_manifest()
 
     def set_weights(self, stack: str, tensors: Mapping[str, str]) -> None:
@@ -271,8 +287,9 @@ class RunWriter:
                 raise
             return
         self._give_up(error)
-        if isinstance(error, OSError) and error.errno in _FULL:
-            raise disk_error(self.path, error) from error
+        full = _disk_full(error)
+        if full is not None:
+            raise disk_error(self.path, full) from error
 
     def _complete(self) -> None:
         with _writing(self.path):
@@ -286,9 +303,8 @@ class RunWriter:
             shutil.rmtree(self.path / SCRATCH, ignore_errors=True)
             _sync_directory(self.path)
         self._manifest["tables"] = {n: w.num_rows for n, w in self._tables.items()}
-        if self._token_digests:
-            joined = {str(i): d for i, d in enumerate(self._token_digests)}
-            self._manifest["tokens"] = {"digest": facts.weights_digest(joined), "num_sequences": len(joined)}
+        if self._num_sequences:
+            self._manifest["tokens"] = {"digest": self._tokens.hexdigest(), "num_sequences": self._num_sequences}
         self._finish("complete")
 
     def _give_up(self, error: BaseException) -> None:
@@ -305,7 +321,8 @@ class RunWriter:
 
     def _finish(self, status: str) -> None:
         self._closed = True
-        self._manifest.update(facts.strict_json(facts.environment_facts()))
+        late = facts.strict_json(facts.environment_facts())  # again: libraries have been imported since the start
+        self._manifest.update({k: v for k, v in late.items() if k not in self._given})
         self._manifest.update(status=status, ended_utc=facts.now_utc(), wall_s=round(time.monotonic() - self._began, 3))
         self._write_manifest()
 
@@ -356,8 +373,3 @@ def _occupied(path: Path) -> InputError:
     return InputError(
         f"run directory {path} exists", detail=what, hint="name another directory with --run, or remove this one"
     )
-
-
-def table_files() -> dict[str, str]:
-    """File name of every table, by table name."""
-    return {name: table.file for name, table in TABLES.items()}
