@@ -29,7 +29,14 @@ def layout(height: int, **over: Any) -> dict[str, Any]:
         },
         "hovermode": "closest",
         "showlegend": False,
-        "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "bgcolor": "rgba(0,0,0,0)"},
+        "legend": {
+            "orientation": "h",
+            "x": 0,
+            "xanchor": "left",
+            "y": 1,
+            "yanchor": "bottom",
+            "bgcolor": "rgba(0,0,0,0)",
+        },
     }
     return base | over
 

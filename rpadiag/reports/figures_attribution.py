@@ -19,73 +19,75 @@ DETECTABLE_WHISKER = 2.0
 
 def floor_bars(key: str, gap: Sequence[tuple[str, float, int]], floors: Sequence[Mapping[str, Any]]) -> Figure:
     """The measured gap over what each stack differs from itself. gap: (name, mean |d| in nats, tokens)."""
-    rows: list[tuple[str, str, float, int, str]] = [("Trainer against rollout: " + n, "", v, k, LIGHT.local) for n, v, k in gap]
-    for f in floors:
-        name = f"{str(f.get('stack', '')).capitalize()}: {f.get('text') or f.get('name')}"
-        value = f.get("mean_abs_d")
-        if not is_missing(value):
-            rows.append((name, str(f.get("name", "")), float(value or 0.0), int(f.get("num_tokens") or 0), LIGHT.muted))
-    top = max((v for _, _, v, _, _ in rows), default=0.0) or 1e-9
-    names = [label(n) for n, *_ in rows]
-    data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "x": [v for _, _, v, _, _ in rows],
-            "y": list(range(len(rows))),
-            "width": 0.4,
-            "marker": {"color": [c for *_, c in rows], "cornerradius": 2},
-            "customdata": [[n, count(k)] for n, (_, _, _, k, _) in zip(names, rows, strict=True)],
-            "text": [f"{number(v)} nats" for _, _, v, _, _ in rows],
-            "textposition": "outside",
-            "textfont": {"color": LIGHT.ink, "size": 12},
-            "cliponaxis": False,
-            "hovertemplate": "%{customdata[0]}<br>mean |d| %{x:.3g} nats, n = %{customdata[1]}<extra></extra>",
-        }
-    ]
-    above = [
-        {"x": 0, "xref": "x", "y": i, "yref": "y", "yshift": 19, "text": n, "showarrow": False, "xanchor": "left",
-         "xshift": 1, "font": {"size": 12, "color": LIGHT.soft}, "align": "left"}
-        for i, n in enumerate(names)
-    ]  # fmt: skip
-    height = 46 * len(rows) + 40
+    known = [f for f in floors if not is_missing(f.get("mean_abs_d"))]
+    names = [f"Trainer against rollout: {name}" for name, _, _ in gap] + [_floor_name(f) for f in known]
+    values = [value for _, value, _ in gap] + [float(f["mean_abs_d"]) for f in known]
+    tokens = [n for _, _, n in gap] + [int(f.get("num_tokens") or 0) for f in known]
+    shown = [label(n) for n in names]
+    bars = {
+        "type": "bar",
+        "orientation": "h",
+        "x": values,
+        "y": list(range(len(names))),
+        "width": 0.4,
+        "marker": {"color": [LIGHT.local] * len(gap) + [LIGHT.muted] * len(known), "cornerradius": 2},
+        "customdata": [[n, count(k)] for n, k in zip(shown, tokens, strict=True)],
+        "text": [f"{number(v)} nats" for v in values],
+        "textposition": "outside",
+        "textfont": {"color": LIGHT.ink, "size": 12},
+        "cliponaxis": False,
+        "hovertemplate": "%{customdata[0]}<br>mean |d| %{x:.3g} nats, n = %{customdata[1]}<extra></extra>",
+    }
+    above = [_over_bar(i, name) for i, name in enumerate(shown)]
     return Figure(
         key=key,
         title="The gap beside the noise floors",
         caption="Mean |d| in nats per token. Grey: one stack against itself on the same tokens, differing only as its label says.",
-        data=data,
+        data=[bars],
         layout=layout(
-            height,
+            46 * len(names) + 40,
             margin={"l": 4, "r": 70, "t": 22, "b": 14},
-            xaxis=axis(range=[0, 1.12 * top], visible=False),
-            yaxis=axis(visible=False, range=[len(rows) - 0.45, -0.65]),
+            xaxis=axis(range=[0, 1.12 * (max(values, default=0.0) or 1e-9)], visible=False),
+            yaxis=axis(visible=False, range=[len(names) - 0.45, -0.65]),
             annotations=above,
         ),
-        narrow={"annotations": [a | {"text": _wrapped(str(a["text"])), "yshift": 19} for a in above]},
-        alt="; ".join(f"{n}: mean |d| {number(v)} nats" for n, _, v, _, _ in rows),
-        table=Table(
-            caption="The measured gap and the noise floors",
-            columns=[
-                Column(title="comparison", numeric=False),
-                Column(title="mean |d|, nats"),
-                Column(title="max |d|, nats"),
-                Column(title="k3 KL, nats"),
-                Column(title="exact"),
-                Column(title="tokens"),
-            ],
-            rows=[[n, number(v), number(None), number(None), number(None), count(k)] for n, v, k in gap]
-            + [
-                [
-                    f"{f.get('stack')}: {f.get('text') or f.get('name')}",
-                    number(f.get("mean_abs_d")),
-                    number(f.get("max_abs_d")),
-                    number(f.get("k3_kl")),
-                    percent(f.get("exact_share")),
-                    count(f.get("num_tokens")),
-                ]
-                for f in floors
-            ],
-        ),
+        narrow={"annotations": [a | {"text": _wrapped(str(a["text"]))} for a in above]},
+        alt="; ".join(f"{n}: mean |d| {number(v)} nats" for n, v in zip(names, values, strict=True)),
+        table=_floor_table(gap, floors),
+    )
+
+
+def _floor_name(floor: Mapping[str, Any]) -> str:
+    return f"{str(floor.get('stack', '')).capitalize()}: {floor.get('text') or floor.get('name')}"
+
+
+def _over_bar(row: int, text: str) -> dict[str, Any]:
+    return {
+        "x": 0,
+        "xref": "x",
+        "xanchor": "left",
+        "xshift": 1,
+        "y": row,
+        "yref": "y",
+        "yshift": 19,
+        "text": text,
+        "showarrow": False,
+        "font": {"size": 12, "color": LIGHT.soft},
+        "align": "left",
+    }
+
+
+def _floor_table(gap: Sequence[tuple[str, float, int]], floors: Sequence[Mapping[str, Any]]) -> Table:
+    nothing = number(None)
+    rows = [[f"Trainer against rollout: {n}", number(v), nothing, nothing, nothing, count(k)] for n, v, k in gap]
+    for f in floors:
+        measured = [number(f.get(k)) for k in ("mean_abs_d", "max_abs_d", "k3_kl")]
+        rows.append([_floor_name(f), *measured, percent(f.get("exact_share")), count(f.get("num_tokens"))])
+    titles = ("mean |d|, nats", "max |d|, nats", "k3 KL, nats", "exact", "tokens")
+    return Table(
+        caption="The measured gap and the noise floors",
+        columns=[Column(title="comparison", numeric=False), *(Column(title=t) for t in titles)],
+        rows=rows,
     )
 
 
@@ -120,7 +122,13 @@ def systematic_forest(key: str, attribution: pd.DataFrame) -> Figure:
             "mode": "markers",
             "x": value.tolist(),
             "y": names,
-            "error_x": {"type": "data", "array": (DETECTABLE_WHISKER * error).tolist(), "color": LIGHT.muted, "thickness": 1.5, "width": 4},
+            "error_x": {
+                "type": "data",
+                "array": (DETECTABLE_WHISKER * error).tolist(),
+                "color": LIGHT.muted,
+                "thickness": 1.5,
+                "width": 4,
+            },
             "marker": {
                 "size": 10,
                 "color": [c if s else LIGHT.panel for c, s in zip(colours, seen, strict=True)],
@@ -142,8 +150,16 @@ def systematic_forest(key: str, attribution: pd.DataFrame) -> Figure:
         layout=layout(
             height,
             margin={"l": 96, "r": 16, "t": 10, "b": 50},
-            xaxis=axis("nats\u00b2 per token", zeroline=True, exponentformat="power", range=[low - 0.06 * span, 1.06 * span], nticks=6),
-            yaxis=axis(autorange="reversed", type="category", tickfont={"size": 12, "color": LIGHT.ink}, gridcolor=LIGHT.grid),
+            xaxis=axis(
+                "nats\u00b2 per token",
+                zeroline=True,
+                exponentformat="power",
+                range=[low - 0.06 * span, 1.06 * span],
+                nticks=6,
+            ),
+            yaxis=axis(
+                autorange="reversed", type="category", tickfont={"size": 12, "color": LIGHT.ink}, gridcolor=LIGHT.grid
+            ),
         ),
         narrow={"xaxis": {"nticks": 4}},
         alt="; ".join(
@@ -183,7 +199,9 @@ def saturated_bars(key: str, attribution: pd.DataFrame) -> Figure:
             40 * len(names) + 84,
             margin={"l": 96, "r": 56, "t": 10, "b": 50},
             xaxis=axis("nats per token", range=[0, 1.12 * top], nticks=5),
-            yaxis=axis(autorange="reversed", type="category", tickfont={"size": 12, "color": LIGHT.ink}, showgrid=False),
+            yaxis=axis(
+                autorange="reversed", type="category", tickfont={"size": 12, "color": LIGHT.ink}, showgrid=False
+            ),
         ),
         narrow={},
         alt="; ".join(f"{n}: {number(v)} nats" for n, v in zip(names, value, strict=True)),

@@ -1,4 +1,4 @@
-"""Figures of sites: where divergence is made, how it grows with depth, and the FP32 control."""
+"""Figures of sites: where divergence is made, and how it grows with depth."""
 
 from __future__ import annotations
 
@@ -19,10 +19,18 @@ if TYPE_CHECKING:
 SHARE_FLOOR = -5.0  # log10 of the share that the colour scale starts from; an exact 0 sits on it
 ROW_HEIGHT = 23
 VIEWS = (
-    ("local_differing", "Made here", "Share of elements that differ when the trainer\u2019s operation is fed the rollout\u2019s own input. This points at causes."),
-    ("differing", "End to end", "Share of elements that differ in the two forwards as they ran. Everything downstream of a cause lights up, so this does not point at one."),
+    (
+        "local_differing",
+        "Made here",
+        "Share of elements that differ when the trainer\u2019s operation is fed the rollout\u2019s own input. This points at causes.",
+    ),
+    (
+        "differing",
+        "End to end",
+        "Share of elements that differ in the two forwards as they ran. Everything downstream of a cause lights up, so this does not point at one.",
+    ),
     ("inherited", "Inherited", "The end-to-end share that is not made at the site itself."),
-)  # fmt: skip
+)
 
 
 def site_map(key: str, by_site: pd.DataFrame, by_point: pd.DataFrame, num_layers: int) -> Figure:
@@ -47,33 +55,58 @@ def site_map(key: str, by_site: pd.DataFrame, by_point: pd.DataFrame, num_layers
         layout=layout(
             height,
             margin={"l": 92, "r": 8, "t": 26, "b": 78},
-            xaxis=axis("decoder layer", tickvals=ticks, ticktext=["in", *(str(t) for t in ticks[1:-1]), "out"], showgrid=False,
-                       range=[-1.6, num_layers + 0.6], domain=[0, 0.93]),
+            xaxis=axis(
+                "decoder layer",
+                tickvals=ticks,
+                ticktext=["in", *(str(t) for t in ticks[1:-1]), "out"],
+                showgrid=False,
+                range=[-1.6, num_layers + 0.6],
+                domain=[0, 0.93],
+            ),
             xaxis2=axis(domain=[0.935, 1], range=[0, 1], visible=False, fixedrange=True),
-            yaxis=axis(tickvals=list(rows.values()), ticktext=points, range=[len(points) - 0.4, -0.6], showgrid=False,
-                       tickfont={"size": 12, "color": LIGHT.ink}),
+            yaxis=axis(
+                tickvals=list(rows.values()),
+                ticktext=points,
+                range=[len(points) - 0.4, -0.6],
+                showgrid=False,
+                tickfont={"size": 12, "color": LIGHT.ink},
+            ),
             annotations=[_heading(1.0, "all layers")],
             coloraxis=_colour_axis(height - 26 - 78),
         ),
         narrow={
             "margin": {"l": 76, "r": 2, "t": 26, "b": 78},
             "xaxis": {"domain": [0, 0.8], "tickvals": [-1, num_layers], "ticktext": ["in", "out"]},
-            "coloraxis": {"colorbar": {"len": 0.76, "tickvals": [-5, -3, -2, -1, 0], "ticktext": ["0", "0.1", "1", "10", "100 %"]}},
+            "coloraxis": {
+                "colorbar": {"len": 0.76, "tickvals": [-5, -3, -2, -1, 0], "ticktext": ["0", "0.1", "1", "10", "100 %"]}
+            },
             "xaxis2": {"domain": [0.81, 1]},
             "yaxis": {"tickfont": {"size": 11}},
         },
         alt="Share of elements made different at each site, pooled over layers: "
-        + "; ".join(f"{p} {percent(v)}" for p, v in zip(by_point["point"], by_point["local_differing"], strict=True) if not math.isnan(v)),
+        + "; ".join(
+            f"{p} {percent(v)}"
+            for p, v in zip(by_point["point"], by_point["local_differing"], strict=True)
+            if not math.isnan(v)
+        ),
         choices=choices,
         table=site_table(by_point),
-    )  # fmt: skip
+    )
 
 
 def _heading(x: float, text: str) -> dict[str, Any]:
     return {
-        "x": x, "xref": "paper", "xanchor": "right", "y": 1, "yref": "paper", "yanchor": "bottom", "yshift": 4,
-        "text": text, "showarrow": False, "font": {"size": 11, "color": LIGHT.faint},
-    }  # fmt: skip
+        "x": x,
+        "xref": "paper",
+        "xanchor": "right",
+        "y": 1,
+        "yref": "paper",
+        "yanchor": "bottom",
+        "yshift": 4,
+        "text": text,
+        "showarrow": False,
+        "font": {"size": 11, "color": LIGHT.faint},
+    }
 
 
 def _map_traces(
@@ -87,17 +120,36 @@ def _map_traces(
             continue
         x = _column_of(row["layer"], str(row["point"]), num_layers)
         z[rows[row["point"]]][x] = round(_log_share(share), 4)
-        shown[rows[row["point"]]][x] = f"{label(_address(row['layer'], row['point']))}<br>{label(POINTS[row['point']].text)}<br><b>{percent(share)}</b> of {count(row['n'])} elements"
+        shown[rows[row["point"]]][x] = (
+            f"{label(_address(row['layer'], row['point']))}<br>{label(POINTS[row['point']].text)}<br><b>{percent(share)}</b> of {count(row['n'])} elements"
+        )
     heat = {
-        "type": "heatmap", "visible": visible, "z": z, "x": list(range(-1, num_layers + 1)), "y": list(rows.values()),
-        "text": shown, "hovertemplate": "%{text}<extra></extra>", "hoverongaps": False, "xgap": 1, "ygap": 2,
+        "type": "heatmap",
+        "visible": visible,
+        "z": z,
+        "x": list(range(-1, num_layers + 1)),
+        "y": list(rows.values()),
+        "text": shown,
+        "hovertemplate": "%{text}<extra></extra>",
+        "hoverongaps": False,
+        "xgap": 1,
+        "ygap": 2,
         "coloraxis": "coloraxis",
-    }  # fmt: skip
+    }
     pooled = {
-        "type": "scatter", "visible": visible, "mode": "text", "xaxis": "x2", "yaxis": "y", "x": [1.0] * len(rows), "y": list(rows.values()),
-        "text": [percent(v) for v in by_point[column]], "textposition": "middle left", "cliponaxis": False,
-        "textfont": {"size": 12, "color": LIGHT.ink}, "hoverinfo": "skip",
-    }  # fmt: skip
+        "type": "scatter",
+        "visible": visible,
+        "mode": "text",
+        "xaxis": "x2",
+        "yaxis": "y",
+        "x": [1.0] * len(rows),
+        "y": list(rows.values()),
+        "text": [percent(v) for v in by_point[column]],
+        "textposition": "middle left",
+        "cliponaxis": False,
+        "textfont": {"size": 12, "color": LIGHT.ink},
+        "hoverinfo": "skip",
+    }
     return [heat, pooled]
 
 
@@ -117,10 +169,21 @@ def _log_share(share: float) -> float:
 
 def _colour_axis(plot_height: int) -> dict[str, Any]:
     bar = {
-        "orientation": "h", "x": 0, "xanchor": "left", "xpad": 0, "y": -42 / plot_height, "yanchor": "top", "ypad": 0, "len": 0.5, "thickness": 8,
-        "outlinewidth": 0, "tickvals": [-5, -4, -3, -2, -1, 0], "ticktext": ["0", "0.01 %", "0.1 %", "1 %", "10 %", "100 %"],
-        "tickfont": {"size": 11, "color": LIGHT.faint}, "tickangle": 0,
-    }  # fmt: skip
+        "orientation": "h",
+        "x": 0,
+        "xanchor": "left",
+        "xpad": 0,
+        "y": -42 / plot_height,
+        "yanchor": "top",
+        "ypad": 0,
+        "len": 0.5,
+        "thickness": 8,
+        "outlinewidth": 0,
+        "tickvals": [-5, -4, -3, -2, -1, 0],
+        "ticktext": ["0", "0.01 %", "0.1 %", "1 %", "10 %", "100 %"],
+        "tickfont": {"size": 11, "color": LIGHT.faint},
+        "tickangle": 0,
+    }
     return {"cmin": SHARE_FLOOR, "cmax": 0, "colorscale": share_scale(), "colorbar": bar}
 
 
@@ -128,20 +191,38 @@ def site_table(by_point: pd.DataFrame) -> Table:
     """Every point pooled over layers: shares, relative L2, largest ULP, what was not measured."""
     rows = []
     for _, r in by_point.iterrows():
-        rows.append([
-            str(r["point"]), str(r["region"]), count(r["n"]), percent(r["local_differing"]), percent(r["inherited"]), percent(r["differing"]),
-            number(r["local_rel_l2"]), number(r["rel_l2"]), count(r["local_max_ulp"]), count(r["nonfinite"]), words(r["local_reason"]),
-        ])  # fmt: skip
+        rows.append(
+            [
+                str(r["point"]),
+                str(r["region"]),
+                count(r["n"]),
+                percent(r["local_differing"]),
+                percent(r["inherited"]),
+                percent(r["differing"]),
+                number(r["local_rel_l2"]),
+                number(r["rel_l2"]),
+                count(r["local_max_ulp"]),
+                count(r["nonfinite"]),
+                words(r["local_reason"]),
+            ]
+        )
     return Table(
         caption="Sites pooled over layers and prompts",
         columns=[
-            Column(title="site", numeric=False), Column(title="region", numeric=False), Column(title="elements"), Column(title="made here"),
-            Column(title="inherited"), Column(title="end to end"), Column(title="rel. L2 made here"), Column(title="rel. L2 end to end"),
-            Column(title="max ULP made here", hint="harmlessly large near zero"), Column(title="NaN or infinite"),
+            Column(title="site", numeric=False),
+            Column(title="region", numeric=False),
+            Column(title="elements"),
+            Column(title="made here"),
+            Column(title="inherited"),
+            Column(title="end to end"),
+            Column(title="rel. L2 made here"),
+            Column(title="rel. L2 end to end"),
+            Column(title="max ULP made here", hint="harmlessly large near zero"),
+            Column(title="NaN or infinite"),
             Column(title="not measured because", numeric=False),
         ],
         rows=rows,
-    )  # fmt: skip
+    )
 
 
 def depth_panels(key: str, by_site: pd.DataFrame, num_layers: int, unit_roundoff: float | None) -> Figure | None:
@@ -156,8 +237,14 @@ def depth_panels(key: str, by_site: pd.DataFrame, num_layers: int, unit_roundoff
         rows = inside[inside["point"] == point].sort_values("layer")
         data += _panel_traces(rows, i, point)
     quarter = len(points) * 4
-    magnitude = {f"yaxis{_n(i)}": {"type": "log", "range": [low, high], "dtick": 2 if high - low > 4 else 1, "tickformat": "~e"} for i in range(len(points))}
-    share = {f"yaxis{_n(i)}": {"type": "linear", "range": [0, 1.04], "dtick": 0.5, "tickformat": ".0%"} for i in range(len(points))}
+    magnitude = {
+        f"yaxis{_n(i)}": {"type": "log", "range": [low, high], "dtick": 2 if high - low > 4 else 1, "tickformat": "~e"}
+        for i in range(len(points))
+    }
+    share = {
+        f"yaxis{_n(i)}": {"type": "linear", "range": [0, 1.04], "dtick": 0.5, "tickformat": ".0%"}
+        for i in range(len(points))
+    }
     wide, narrow = _panel_grid(points, 4, num_layers), _panel_grid(points, 2, num_layers)
     rel = tuple(i for i in range(quarter) if i % 4 < 2)
     return Figure(
@@ -169,10 +256,20 @@ def depth_panels(key: str, by_site: pd.DataFrame, num_layers: int, unit_roundoff
         narrow=narrow,
         alt=_growth_alt(inside, points, unit_roundoff),
         choices=[
-            Choice(label="Relative L2", traces=rel, note="Size of the difference over the size of the activation, logarithmic. A site that makes exactly nothing has no blue line.", layout=magnitude),
-            Choice(label="Share of elements", traces=tuple(i for i in range(quarter) if i % 4 >= 2), note="Share of elements that differ at all, by however little.", layout=share),
+            Choice(
+                label="Relative L2",
+                traces=rel,
+                note="Size of the difference over the size of the activation, logarithmic. A site that makes exactly nothing has no blue line.",
+                layout=magnitude,
+            ),
+            Choice(
+                label="Share of elements",
+                traces=tuple(i for i in range(quarter) if i % 4 >= 2),
+                note="Share of elements that differ at all, by however little.",
+                layout=share,
+            ),
         ],
-    )  # fmt: skip
+    )
 
 
 def _n(i: int) -> str:
@@ -188,7 +285,9 @@ def _decades(rows: pd.DataFrame) -> tuple[float, float]:
     values = values[np.isfinite(values) & (values > 0)]
     if not len(values):
         return -4.0, 0.0
-    return max(math.floor(math.log10(values.min())), math.ceil(math.log10(values.max())) - 6), math.ceil(math.log10(values.max()))
+    return max(math.floor(math.log10(values.min())), math.ceil(math.log10(values.max())) - 6), math.ceil(
+        math.log10(values.max())
+    )
 
 
 def _panel_traces(rows: pd.DataFrame, i: int, point: str) -> list[dict[str, Any]]:
@@ -196,14 +295,24 @@ def _panel_traces(rows: pd.DataFrame, i: int, point: str) -> list[dict[str, Any]
     traces = []
     for measure, form in (("rel_l2", "%{y:.2e}"), ("differing", "%{y:.2%}")):
         for prefix, name, colour in (("", "end to end", LIGHT.muted), ("local_", "made here", LIGHT.local)):
-            values = [None if math.isnan(v) or (measure == "rel_l2" and v == 0) else float(f"{v:.4g}") for v in rows[prefix + measure]]
+            values = [
+                None if math.isnan(v) or (measure == "rel_l2" and v == 0) else float(f"{v:.4g}")
+                for v in rows[prefix + measure]
+            ]
             traces.append(
                 {
-                    "type": "scatter", "mode": "lines", "name": name, "x": layers, "y": values,
-                    "xaxis": f"x{_n(i)}", "yaxis": f"y{_n(i)}", "line": {"color": colour, "width": 2}, "visible": measure == "rel_l2",
+                    "type": "scatter",
+                    "mode": "lines",
+                    "name": name,
+                    "x": layers,
+                    "y": values,
+                    "xaxis": f"x{_n(i)}",
+                    "yaxis": f"y{_n(i)}",
+                    "line": {"color": colour, "width": 2},
+                    "visible": measure == "rel_l2",
                     "hovertemplate": f"layers.%{{x}}.{label(point)}<br>{name}: {form}<extra></extra>",
                 }
-            )  # fmt: skip
+            )
     return traces
 
 
@@ -218,14 +327,34 @@ def _panel_grid(points: list[str], columns: int, num_layers: int) -> dict[str, A
         row, column = divmod(i, columns)
         x0, y1 = column * (width + gap_x), 1 - row * (tall + gap_y)
         last_in_column = i + columns >= len(points)
-        out[f"xaxis{_n(i)}"] = axis(domain=[x0, min(1, x0 + width)], anchor=f"y{_n(i)}", range=[-0.5, num_layers - 0.5], showgrid=False, automargin=False,
-                                    tickvals=[0, num_layers // 2, num_layers - 1], showticklabels=last_in_column, showline=True)
-        out[f"yaxis{_n(i)}"] = axis(domain=[max(0, y1 - tall), y1], anchor=f"x{_n(i)}", showticklabels=column == 0, automargin=False)
-        out["annotations"].append(
-            {"x": x0, "xref": "paper", "xanchor": "left", "y": y1, "yref": "paper", "yanchor": "bottom", "yshift": 1, "showarrow": False,
-             "text": f"<b>{label(point)}</b>  {label(POINTS[point].region)}", "font": {"size": 11, "color": LIGHT.soft}}
+        out[f"xaxis{_n(i)}"] = axis(
+            domain=[x0, min(1, x0 + width)],
+            anchor=f"y{_n(i)}",
+            range=[-0.5, num_layers - 0.5],
+            showgrid=False,
+            automargin=False,
+            tickvals=[0, num_layers // 2, num_layers - 1],
+            showticklabels=last_in_column,
+            showline=True,
         )
-    return out  # fmt: skip
+        out[f"yaxis{_n(i)}"] = axis(
+            domain=[max(0, y1 - tall), y1], anchor=f"x{_n(i)}", showticklabels=column == 0, automargin=False
+        )
+        out["annotations"].append(
+            {
+                "x": x0,
+                "xref": "paper",
+                "xanchor": "left",
+                "y": y1,
+                "yref": "paper",
+                "yanchor": "bottom",
+                "yshift": 1,
+                "showarrow": False,
+                "text": f"<b>{label(point)}</b>  {label(POINTS[point].region)}",
+                "font": {"size": 11, "color": LIGHT.soft},
+            }
+        )
+    return out
 
 
 def _growth_alt(rows: pd.DataFrame, points: list[str], unit_roundoff: float | None) -> str:
@@ -235,64 +364,3 @@ def _growth_alt(rows: pd.DataFrame, points: list[str], unit_roundoff: float | No
         parts.append(f"{point} from {number(of['rel_l2'].iloc[0], 2)} to {number(of['rel_l2'].iloc[-1], 2)}")
     tail = "" if unit_roundoff is None else f" One rounding step is {number(unit_roundoff, 2)}."
     return "Relative L2 end to end, first to last layer: " + "; ".join(parts) + "." + tail
-
-
-def control_range(key: str, by_site: pd.DataFrame, by_point: pd.DataFrame, limit: float) -> Figure:
-    """FP32: relative L2 of every point, made here and end to end; range over layers. A mistake stands out."""
-    points = list(by_point["point"])
-    rows = {p: i for i, p in enumerate(points)}
-    positive = by_site[["rel_l2", "local_rel_l2"]].to_numpy(dtype="float64")
-    positive = positive[np.isfinite(positive) & (positive > 0)]
-    low = min(math.floor(math.log10(positive.min())), -8) if len(positive) else -9
-    high = max(math.ceil(math.log10(positive.max())), -4) if len(positive) else -4
-    low = max(low, high - 9)
-    data = [
-        *_ranges(by_site, by_point, rows, "rel_l2", "end to end", LIGHT.muted, 0.16, low),
-        *_ranges(by_site, by_point, rows, "local_rel_l2", "made here", LIGHT.local, -0.16, low),
-    ]
-    at_limit = {"type": "line", "xref": "x", "x0": limit, "x1": limit, "yref": "paper", "y0": 0, "y1": 1, "line": {"color": LIGHT.second, "width": 1.5, "dash": "dot"}}  # fmt: skip
-    return Figure(
-        key=key,
-        title="FP32 control, site by site",
-        caption=f"Both stacks again in FP32, where rounding nearly vanishes and mistakes stay. Marks pool all layers, bars run from the "
-        f"smallest to the largest layer. A blue mark right of the dotted line ({number(limit, 1)}) would be more than rounding. A hollow mark at the left edge is exactly 0.",
-        data=data,
-        layout=layout(
-            ROW_HEIGHT * len(points) + 100,
-            margin={"l": 92, "r": 12, "t": 30, "b": 46},
-            showlegend=True,
-            xaxis=axis("relative L2", type="log", range=[low - 0.15, high + 0.1], dtick=1, exponentformat="power"),
-            yaxis=axis(tickvals=list(rows.values()), ticktext=points, range=[len(points) - 0.4, -0.6], tickfont={"size": 12, "color": LIGHT.ink}),
-            shapes=[at_limit],
-        ),
-        narrow={"margin": {"l": 76, "r": 8, "t": 30, "b": 46}, "xaxis": {"dtick": 2}, "yaxis": {"tickfont": {"size": 11}}},
-        alt="Relative L2 in FP32 of each operation on the same input: "
-        + "; ".join(f"{p} {number(v, 2)}" for p, v in zip(by_point["point"], by_point["local_rel_l2"], strict=True) if not math.isnan(v)),
-        table=site_table(by_point),
-    )
-
-
-def _ranges(
-    by_site: pd.DataFrame, by_point: pd.DataFrame, rows: dict[str, int], column: str, name: str, colour: str, shift: float, low: float
-) -> list[dict[str, Any]]:
-    floor = 10.0**low
-    x: list[float | None] = []
-    y: list[float | None] = []
-    for point, group in by_site.groupby("point", sort=False):
-        values = group[column].to_numpy(dtype="float64")
-        values = values[np.isfinite(values) & (values > 0)]
-        if len(values) > 1:
-            x += [max(float(values.min()), floor), max(float(values.max()), floor), None]
-            y += [rows[str(point)] + shift] * 2 + [None]
-    known = by_point[by_point[column].notna()]
-    value = known[column].to_numpy(dtype="float64")
-    bars = {
-        "type": "scatter", "mode": "lines", "x": x, "y": y, "line": {"color": colour, "width": 3}, "opacity": 0.45, "hoverinfo": "skip", "showlegend": False,
-    }  # fmt: skip
-    marks = {
-        "type": "scatter", "mode": "markers", "name": name, "x": [max(float(v), floor) for v in value], "y": [rows[p] + shift for p in known["point"]],
-        "marker": {"size": 8, "color": [LIGHT.panel if v == 0 else colour for v in value], "line": {"color": colour, "width": 2}},
-        "text": [f"{label(p)}: {number(v)}" for p, v in zip(known["point"], value, strict=True)],
-        "hovertemplate": "%{text}<extra>" + name + "</extra>",
-    }  # fmt: skip
-    return [bars, marks]

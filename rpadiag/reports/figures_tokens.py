@@ -24,7 +24,7 @@ def logprob_histogram(key: str, scored: pd.DataFrame) -> Figure:
     """Share of tokens by d = p - q, prefill and decode apart; counts on a log axis so that tails show."""
     d = scored["d"].to_numpy()
     reach = max(1.05 * float(np.quantile(np.abs(d), 0.999)), 1e-6)
-    groups = [(s, g["d"].to_numpy()) for s, g in scored.groupby("source", sort=True)]
+    groups = [(str(s), g["d"].to_numpy()) for s, g in scored.groupby("source", sort=True)]
     groups.sort(key=lambda item: item[0] != "prefill")
     data = [_distribution(source, values, reach, main=i == 0) for i, (source, values) in enumerate(groups)]
     exact = float(np.mean(d == 0))
@@ -51,7 +51,11 @@ def logprob_histogram(key: str, scored: pd.DataFrame) -> Figure:
         f"{number(float(np.median(np.abs(d))))} nats, the largest is {number(float(np.max(np.abs(d))))} nats.",
         table=Table(
             caption="Quantiles of d in nats",
-            columns=[Column(title="tokens", numeric=False), Column(title="n"), *(Column(title=t) for t in _QUANTILE_NAMES)],
+            columns=[
+                Column(title="tokens", numeric=False),
+                Column(title="n"),
+                *(Column(title=t) for t in _QUANTILE_NAMES),
+            ],
             rows=rows,
         ),
     )
@@ -69,8 +73,17 @@ def _distribution(source: str, values: np.ndarray, reach: float, *, main: bool) 
     }
     if main:
         width = float(centres[1] - centres[0])
-        return trace | {"type": "bar", "width": 0.86 * width, "marker": {"color": LIGHT.local, "opacity": 0.5, "line": {"width": 0}}}
-    return trace | {"type": "scatter", "mode": "lines+markers", "line": {"width": 1.75, "color": LIGHT.second, "shape": "hvh"}, "marker": {"size": 3, "color": LIGHT.second}}
+        return trace | {
+            "type": "bar",
+            "width": 0.86 * width,
+            "marker": {"color": LIGHT.local, "opacity": 0.5, "line": {"width": 0}},
+        }
+    return trace | {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "line": {"width": 1.75, "color": LIGHT.second, "shape": "hvh"},
+        "marker": {"size": 3, "color": LIGHT.second},
+    }
 
 
 _QUANTILES = (0.0, 0.01, 0.25, 0.5, 0.75, 0.99, 1.0)
@@ -84,9 +97,17 @@ def _quantiles(values: np.ndarray) -> list[str]:
 def _note(x: float, text: str) -> dict[str, Any]:
     left = x > 0
     return {
-        "x": x, "xref": "x", "y": 1, "yref": "paper", "text": text, "showarrow": False, "yanchor": "top",
-        "xanchor": "right" if left else "left", "xshift": -3 if left else 3, "font": {"size": 11, "color": LIGHT.faint},
-    }  # fmt: skip
+        "x": x,
+        "xref": "x",
+        "y": 1,
+        "yref": "paper",
+        "text": text,
+        "showarrow": False,
+        "yanchor": "top",
+        "xanchor": "right" if left else "left",
+        "xshift": -3 if left else 3,
+        "font": {"size": 11, "color": LIGHT.faint},
+    }
 
 
 def token_scatter(key: str, scored: pd.DataFrame) -> Figure:
@@ -99,7 +120,11 @@ def token_scatter(key: str, scored: pd.DataFrame) -> Figure:
     ]
     q, d = scored["q"].to_numpy(), scored["d"].to_numpy()
     reach = 1.08 * max(float(np.max(np.abs(sample["d"]))), 1e-6)
-    shown = "" if len(sample) == len(scored) else f" {count(len(sample))} of {count(len(scored))} tokens are drawn, the largest differences all."
+    shown = (
+        ""
+        if len(sample) == len(scored)
+        else f" {count(len(sample))} of {count(len(scored))} tokens are drawn, the largest differences all."
+    )
     rows = _by_probability(q, d)
     return Figure(
         key=key,
@@ -119,7 +144,11 @@ def token_scatter(key: str, scored: pd.DataFrame) -> Figure:
         + "; ".join(f"{r[0]}: mean |d| {r[2]} nats" for r in rows if r[1] != "0"),
         table=Table(
             caption="Mean |d| by the probability that the rollout gave the token",
-            columns=[Column(title="probability", numeric=False), Column(title="tokens"), Column(title="mean |d|, nats")],
+            columns=[
+                Column(title="probability", numeric=False),
+                Column(title="tokens"),
+                Column(title="mean |d|, nats"),
+            ],
             rows=rows,
         ),
     )
@@ -132,7 +161,9 @@ def _flips(scored: pd.DataFrame) -> np.ndarray:
 
 
 def _points(rows: pd.DataFrame, name: str, colour: str, symbol: str) -> dict[str, Any]:
-    words = [label(t if isinstance(t, str) else f"\u27e8{i}\u27e9") for t, i in zip(rows["text"], rows["token"], strict=True)]
+    words = [
+        label(t if isinstance(t, str) else f"\u27e8{i}\u27e9") for t, i in zip(rows["text"], rows["token"], strict=True)
+    ]
     return {
         "type": "scatter",
         "mode": "markers",

@@ -66,7 +66,10 @@ def _umask() -> int:
 
 
 def _unwritable(path: Path, error: OSError) -> InputError:
-    return InputError(f"cannot write {path}: {error.strerror or error}", hint="name a file in a directory that exists and that you can write to")
+    return InputError(
+        f"cannot write {path}: {error.strerror or error}",
+        hint="name a file in a directory that exists and that you can write to",
+    )
 
 
 def grouped(runs: Sequence[Run]) -> list[list[Run]]:
@@ -96,24 +99,28 @@ def _same(compare: Run, bisect: Run, *, only: bool) -> bool:
 
 def _render(page: Sequence[Section]) -> str:
     import jinja2
+    from markupsafe import Markup
     from plotly.offline import get_plotlyjs
 
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     figures = [f for s in page for b in s.blocks for f in b.figures]
-    safe = jinja2.utils.markupsafe.Markup
     return environment.get_template("report.html.j2").render(
         title=page[0].title if len(page) == 1 else f"{page[0].title} and {len(page) - 1} more",
         version=next((v for s in page for r in s.records for k, v in r.facts if k == "rpadiag"), ""),
         sections=page,
-        fonts={"sans": safe(theme.SANS), "mono": safe(theme.MONO)},
-        light=safe(theme.css_variables(theme.LIGHT)),
-        dark=safe(theme.css_variables(theme.DARK)),
-        css=safe((TEMPLATES / "report.css").read_text(encoding="utf-8")),
-        report_js=safe((TEMPLATES / "report.js").read_text(encoding="utf-8")),
-        plotly_js=safe(get_plotlyjs()),
-        figures_json=safe(script_json({"twins": theme.dark_twins(), "list": [_spec(f) for f in figures]})),
+        fonts={"sans": Markup(theme.SANS), "mono": Markup(theme.MONO)},
+        light=Markup(theme.css_variables(theme.LIGHT)),
+        dark=Markup(theme.css_variables(theme.DARK)),
+        css=Markup((TEMPLATES / "report.css").read_text(encoding="utf-8")),
+        report_js=Markup((TEMPLATES / "report.js").read_text(encoding="utf-8")),
+        plotly_js=Markup(get_plotlyjs()),
+        figures_json=Markup(script_json({"twins": theme.dark_twins(), "list": [_spec(f) for f in figures]})),
     )
 
 

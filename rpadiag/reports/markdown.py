@@ -14,7 +14,12 @@ from rpadiag.reports.sections import headline
 from rpadiag.reports.view import count, is_missing, number, percent
 from rpadiag.runs import Run, open_run
 
-SIGNS = {"identical": "\u2705", "rounding only": "\u2705", "different computation": "\u274c", "not comparable": "\u274c"}
+SIGNS = {
+    "identical": "\u2705",
+    "rounding only": "\u2705",
+    "different computation": "\u274c",
+    "not comparable": "\u274c",
+}
 NUM_FINDINGS = 5
 
 
@@ -32,14 +37,33 @@ def _summary(runs: Sequence[Run]) -> str:
     top = headline(runs)
     lines = [f"## {plain(top.title)}", ""]
     if top.kind:
-        lines += [f"{SIGNS.get(top.kind, chr(0x26A0))} **{top.kind[0].upper()}{top.kind[1:]}.** {plain(top.sentence or '')}", ""]
+        lines += [
+            f"{SIGNS.get(top.kind, chr(0x26A0))} **{top.kind[0].upper()}{top.kind[1:]}.** {plain(top.sentence or '')}",
+            "",
+        ]
     lines += [f"{plain(name)}: {plain(text)}  " for name, text in top.stacks]
     lines += _metrics_table(runs[0].metrics)
     statements = top.findings[:NUM_FINDINGS]
     if statements:
-        lines += ["", *(f"{i}. {'**' + s.severity + '** ' if s.severity in ('warning', 'error') else ''}{plain(s.text)}" for i, s in enumerate(statements, 1))]
+        lines += [
+            "",
+            *(
+                f"{i}. {'**' + s.severity + '** ' if s.severity in ('warning', 'error') else ''}{plain(s.text)}"
+                for i, s in enumerate(statements, 1)
+            ),
+        ]
     commands = "\n".join(records.command_line(r.manifest) for r in runs)
-    lines += ["", "<details><summary>To repeat it</summary>", "", "```sh", commands.replace("```", ""), "```", "", "</details>", ""]
+    lines += [
+        "",
+        "<details><summary>To repeat it</summary>",
+        "",
+        "```sh",
+        commands.replace("```", ""),
+        "```",
+        "",
+        "</details>",
+        "",
+    ]
     return "\n".join(lines)
 
 

@@ -28,55 +28,45 @@ def pool_sites(sites: pd.DataFrame, *, precision: str, by: Sequence[str]) -> pd.
     inherited, local_reason. Shares and ratios are NaN where nothing was measured. Rows come in execution order
     of ``point`` where that is a key.
     """
-    import pandas as pd
-
     chosen = sites[sites["precision"] == precision]
-    rows = []
-    for key, group in chosen.groupby(list(by), dropna=False, sort=False):
-        row: dict[str, object] = dict(zip(by, key if isinstance(key, tuple) else (key,), strict=True))
-        if "layer" in row:
-            row["layer"] = float("nan") if pd.isna(row["layer"]) else float(row["layer"])
-        rows.append(row | _pooled(group, "") | _pooled(group, "local_") | _context(group))
-    frame = pd.DataFrame(rows, columns=None if rows else [*by, *_EMPTY])
-    if rows:
-        frame["inherited"] = (frame["differing"] - frame["local_differing"]).clip(lower=0.0)
-    if "point" in by and rows:
+    keys = chosen[list(by)].copy()
+    if "layer" in by:
+        keys["layer"] = _numbers(chosen, "layer")
+    parts = keys.assign(**_summands(chosen, ""), **_summands(chosen, "local_"))
+    parts["nonfinite"] = np.nan_to_num(_numbers(chosen, "num_nonfinite_trainer")) + np.nan_to_num(
+        _numbers(chosen, "num_nonfinite_rollout")
+    )
+    parts["region"], parts["local_reason"] = chosen["region"], chosen["local_reason"]
+    how = {c: _HOW.get(c.removeprefix("local_"), "sum") for c in parts.columns if c not in by}
+    how |= {"region": "first", "local_reason": "first"}  # the first that is not null
+    sums = parts.groupby(list(by), dropna=False, sort=False).agg(how).reset_index()
+    for prefix in ("", "local_"):
+        measured = sums[f"{prefix}n"].to_numpy() > 0
+        with np.errstate(invalid="ignore", divide="ignore"):
+            sums[f"{prefix}differing"] = np.where(measured, sums[f"{prefix}num_differing"] / sums[f"{prefix}n"], np.nan)
+            sums[f"{prefix}rel_l2"] = np.where(measured, np.sqrt(sums[f"{prefix}sq"] / sums[f"{prefix}weight"]), np.nan)
+        sums.loc[~measured, f"{prefix}n"] = np.nan
+    sums["inherited"] = (sums["differing"] - sums["local_differing"]).clip(lower=0.0)
+    if "point" in by:
         order = {name: i for i, name in enumerate(EXECUTION_ORDER)}
-        frame = frame.sort_values("point", key=lambda c: c.map(order), kind="stable").reset_index(drop=True)
-    return frame
+        sums = sums.sort_values("point", key=lambda c: c.map(order), kind="stable").reset_index(drop=True)
+    return sums
 
 
-_EMPTY = (
-    "n", "differing", "rel_l2", "max_ulp", "local_n", "local_differing", "local_rel_l2", "local_max_ulp", "inherited",
-    "nonfinite", "local_reason", "region",
-)  # fmt: skip
+_HOW = {"max_ulp": "max"}
 
 
-def _pooled(group: pd.DataFrame, prefix: str) -> dict[str, float]:
-    n = _numbers(group, f"{prefix}n")
-    measured = ~np.isnan(n) & (n > 0)
-    if not measured.any():
-        return {f"{prefix}{c}": float("nan") for c in ("n", "differing", "rel_l2", "max_ulp")}
-    weight = n[measured]
-    rel = _numbers(group, f"{prefix}rel_l2")[measured]
-    finite = np.isfinite(rel)
-    pooled_rel = float(np.sqrt(np.average(rel[finite] ** 2, weights=weight[finite]))) if finite.any() else float("nan")
-    max_ulp = _numbers(group, f"{prefix}max_ulp")[measured]
+def _summands(rows: pd.DataFrame, prefix: str) -> dict[str, np.ndarray]:
+    """Per row: what adds up (elements, differing, elements times squared relative L2) and the largest ULP."""
+    n = np.nan_to_num(_numbers(rows, f"{prefix}n"))
+    rel = _numbers(rows, f"{prefix}rel_l2")
+    weight = np.where(np.isfinite(rel), n, 0.0)
     return {
-        f"{prefix}n": float(weight.sum()),
-        f"{prefix}differing": float(_numbers(group, f"{prefix}num_differing")[measured].sum() / weight.sum()),
-        f"{prefix}rel_l2": pooled_rel,
-        f"{prefix}max_ulp": float(np.nanmax(max_ulp)) if np.isfinite(max_ulp).any() else float("nan"),
-    }
-
-
-def _context(group: pd.DataFrame) -> dict[str, object]:
-    reasons = group["local_reason"].dropna()
-    bad = np.nansum(_numbers(group, "num_nonfinite_trainer")) + np.nansum(_numbers(group, "num_nonfinite_rollout"))
-    return {
-        "region": str(group["region"].iloc[0]),
-        "nonfinite": float(bad),
-        "local_reason": str(reasons.iloc[0]) if len(reasons) else None,
+        f"{prefix}n": n,
+        f"{prefix}num_differing": np.nan_to_num(_numbers(rows, f"{prefix}num_differing")),
+        f"{prefix}weight": weight,
+        f"{prefix}sq": weight * np.nan_to_num(rel, posinf=0.0, neginf=0.0) ** 2,
+        f"{prefix}max_ulp": _numbers(rows, f"{prefix}max_ulp"),
     }
 
 
@@ -117,7 +107,13 @@ def spread_sample(scored: pd.DataFrame, limit: int) -> pd.DataFrame:
 
 def context_of(tokens_of_prompt: pd.DataFrame, position: int) -> tuple[str, str, str]:
     """(before, token, after): decoded text around a position of one prompt; token ids where there is no text."""
-    by_position = dict(zip(tokens_of_prompt["position"], zip(tokens_of_prompt["text"], tokens_of_prompt["token"], strict=True), strict=True))
+    by_position = dict(
+        zip(
+            tokens_of_prompt["position"],
+            zip(tokens_of_prompt["text"], tokens_of_prompt["token"], strict=True),
+            strict=True,
+        )
+    )
 
     def words(start: int, stop: int) -> str:
         return "".join(_word(*by_position[i]) for i in range(start, stop) if i in by_position)

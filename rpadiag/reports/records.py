@@ -35,7 +35,11 @@ def _flags(name: str, value: Any) -> list[str]:
     if value is True:
         return [flag]
     if isinstance(value, list):
-        return [f"{flag} {shlex.quote(','.join(map(str, value)))}"] if name in COMMA_SEPARATED else [f"{flag} {shlex.quote(str(v))}" for v in value]
+        return (
+            [f"{flag} {shlex.quote(','.join(map(str, value)))}"]
+            if name in COMMA_SEPARATED
+            else [f"{flag} {shlex.quote(str(v))}" for v in value]
+        )
     return [f"{flag} {shlex.quote(str(value))}"]
 
 
@@ -65,8 +69,17 @@ def _stack_words(stack: str, facts: Mapping[str, Any], manifest: Mapping[str, An
     if stack == "trainer":
         words = [f"{name} {packages[name]}" for name in ("transformers", "torch") if name in packages]
     else:
-        words = [str(manifest.get("rollout_label") or f"{facts.get('engine', '')} {facts.get('vllm_version', '')}".strip())]
-    for key, form in (("dtype", "{}"), ("device", "{}"), ("attention", "{} attention"), ("attention_backend", "{} attention"), ("compile_mode", "{}"), ("mode", "{}")):
+        words = [
+            str(manifest.get("rollout_label") or f"{facts.get('engine', '')} {facts.get('vllm_version', '')}".strip())
+        ]
+    for key, form in (
+        ("dtype", "{}"),
+        ("device", "{}"),
+        ("attention", "{} attention"),
+        ("attention_backend", "{} attention"),
+        ("compile_mode", "{}"),
+        ("mode", "{}"),
+    ):
         if isinstance(facts.get(key), str) and facts[key]:
             words.append(form.format(facts[key]))
     aligned = facts.get("aligned")
@@ -86,14 +99,22 @@ def record(run: Run) -> RunRecord:
         ("run directory", run.path.name),
         ("started", f"{m.get('started_utc', MISSING)}, took {number(m.get('wall_s'))} s"),
         ("rpadiag", str(packages.get("rpadiag", MISSING))),
-        ("git", f"started in a repository at {str(git['commit'])[:12]}{', with local changes' if git.get('dirty') else ''}" if git.get("commit") else ""),
+        (
+            "git",
+            f"started in a repository at {str(git['commit'])[:12]}{', with local changes' if git.get('dirty') else ''}"
+            if git.get("commit")
+            else "",
+        ),
         ("packages", ", ".join(f"{n} {packages[n]}" for n in SHOWN_PACKAGES if n in packages and n != "rpadiag")),
         ("processor", f"{cpu.get('model') or MISSING}, {cpu.get('num_cores', MISSING)} cores"),
         ("GPU", ", ".join(str(g.get("name")) for g in devices.get("gpus") or [])),
         ("seed", str(((m.get("options") or {}).get("effective") or {}).get("seed", ""))),
         ("tokens", _tokens(m)),
-        *((f"{stack} weights", f"{w.get('num_tensors')} tensors, digest {w.get('digest')}") for stack, w in (m.get("weights") or {}).items()),
-    ]  # fmt: skip
+        *(
+            (f"{stack} weights", f"{w.get('num_tensors')} tensors, digest {w.get('digest')}")
+            for stack, w in (m.get("weights") or {}).items()
+        ),
+    ]
     text = json.dumps(m, indent=2, ensure_ascii=False)
     title = f"rpadiag {m.get('command', '')}"
     return RunRecord(name=title, command=command_line(m), facts=[(k, v) for k, v in facts if v], manifest=text)

@@ -63,7 +63,9 @@ def test_relative_l2_is_pooled_by_elements() -> None:
 
 
 def test_sites_outside_the_layers_keep_a_row_of_their_own() -> None:
-    frame = site_rows(layer=pd.array([None, 0], dtype="Int32"), point=["embed", "q_rope"], n=[1, 1], num_differing=[0, 0])
+    frame = site_rows(
+        layer=pd.array([None, 0], dtype="Int32"), point=["embed", "q_rope"], n=[1, 1], num_differing=[0, 0]
+    )
     pooled = pooling.pool_sites(frame, precision="model", by=("layer", "point"))
     assert list(pooled["point"]) == ["embed", "q_rope"]
     assert np.isnan(pooled["layer"][0])
@@ -107,10 +109,17 @@ def contrast(a: str, b: str) -> float:
 
 @pytest.mark.parametrize("palette", [theme.LIGHT, theme.DARK], ids=["light", "dark"])
 def test_text_colours_reach_wcag_aa_contrast_on_their_surfaces(palette: theme.Palette) -> None:
-    pairs = [(text, surface) for text in (palette.ink, palette.soft, palette.faint) for surface in (palette.page, palette.panel)]
+    pairs = [
+        (text, surface)
+        for text in (palette.ink, palette.soft, palette.faint)
+        for surface in (palette.page, palette.panel)
+    ]
     pairs += [(palette.ink, palette.sunken), (palette.soft, palette.sunken), (palette.ink, palette.wash)]
     for name in ("good", "info", "caution", "bad"):
-        pairs += [(getattr(palette, name), getattr(palette, f"{name}_wash")), (palette.ink, getattr(palette, f"{name}_wash"))]
+        pairs += [
+            (getattr(palette, name), getattr(palette, f"{name}_wash")),
+            (palette.ink, getattr(palette, f"{name}_wash")),
+        ]
     low = {pair: round(contrast(*pair), 2) for pair in pairs if contrast(*pair) < 4.5}
     assert not low
 

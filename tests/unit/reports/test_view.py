@@ -28,7 +28,14 @@ def test_numbers_are_written_with_significant_digits(value: float | None, writte
 
 @pytest.mark.parametrize(
     ("share", "written"),
-    [(0.0, "0\u00a0%"), (1.0, "100\u00a0%"), (0.208, "20.8\u00a0%"), (2e-5, "0.0020\u00a0%"), (0.99999, ">\u00a099.9\u00a0%"), (None, "\u2013")],
+    [
+        (0.0, "0\u00a0%"),
+        (1.0, "100\u00a0%"),
+        (0.208, "20.8\u00a0%"),
+        (2e-5, "0.0020\u00a0%"),
+        (0.99999, ">\u00a099.9\u00a0%"),
+        (None, "\u2013"),
+    ],
 )
 def test_zero_and_hundred_percent_are_written_only_when_exact(share: float | None, written: str) -> None:
     assert percent(share) == written
@@ -42,8 +49,20 @@ def test_command_line_is_quoted_and_holds_the_given_options() -> None:
     manifest = {
         "command": "compare",
         "options": {
-            "effective": {"model": "my model", "prompts": "p.txt", "run": "out", "align": ["rope", "swiglu"], "sites": ["*norm", "attn"], "seed": 0},
-            "given": {"align": ["rope", "swiglu"], "sites": ["*norm", "attn"], "trust_remote_code": True, "revision": None},
+            "effective": {
+                "model": "my model",
+                "prompts": "p.txt",
+                "run": "out",
+                "align": ["rope", "swiglu"],
+                "sites": ["*norm", "attn"],
+                "seed": 0,
+            },
+            "given": {
+                "align": ["rope", "swiglu"],
+                "sites": ["*norm", "attn"],
+                "trust_remote_code": True,
+                "revision": None,
+            },
         },
     }
     assert shlex.split(command_line(manifest).replace("\\\n", " ")) == [

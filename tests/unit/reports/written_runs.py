@@ -20,7 +20,24 @@ LOCAL_SHARE = {
     "input_norm": 0.21, "post_norm": 0.206, "final_norm": 0.202, "q_rope": 0.231, "k_rope": 0.228, "attn": 0.031, "o": 6e-5,
     "q": 2e-5, "k": 2e-5, "v": 1e-5,
 }  # fmt: skip
-WORDS = (" the", " model", " rounds", ",", " and", " a", "\n", " residual", " stream", " of", " tokens", ".", " It", " is", " stated", " that")
+WORDS = (
+    " the",
+    " model",
+    " rounds",
+    ",",
+    " and",
+    " a",
+    "\n",
+    " residual",
+    " stream",
+    " of",
+    " tokens",
+    ".",
+    " It",
+    " is",
+    " stated",
+    " that",
+)
 
 
 def write_compare(
@@ -37,14 +54,32 @@ def write_compare(
 ) -> Path:
     """A complete compare run; ``odd_word`` is the token furthest apart, ``prompt_text`` the first prompt."""
     rng = np.random.default_rng(7)
-    options = {"model": "smollm2-135m", "prompts": "prompts.txt", "run": path.name, "seed": 0, "dtype": "bfloat16", "generate": generated, "align": [], "sites": []}
+    options = {
+        "model": "smollm2-135m",
+        "prompts": "prompts.txt",
+        "run": path.name,
+        "seed": 0,
+        "dtype": "bfloat16",
+        "generate": generated,
+        "align": [],
+        "sites": [],
+    }
     with create_run(path, command="compare", options=options, given={"generate": generated}) as run:
         run.set_weights("trainer", {"model.embed_tokens.weight": weight})
         run.set_weights("rollout", {"model.embed_tokens.weight": weight})
         p_and_q, owner = [], []
         for prompt in range(num_prompts):
             ids = _token_ids(prompt, num_tokens + generated)
-            run.add_prompts([{"prompt": prompt, "num_prompt_tokens": num_tokens, "text": prompt_text if prompt == 0 else f"Prompt {prompt}", "token_ids": ids}])
+            run.add_prompts(
+                [
+                    {
+                        "prompt": prompt,
+                        "num_prompt_tokens": num_tokens,
+                        "text": prompt_text if prompt == 0 else f"Prompt {prompt}",
+                        "token_ids": ids,
+                    }
+                ]
+            )
             columns = _token_columns(rng, prompt, ids, num_tokens, odd_word if prompt == 0 else None)
             p_and_q.append((columns["p"], columns["q"]))
             owner.append(columns["prompt"])
@@ -63,7 +98,15 @@ def write_compare(
             control={"precision": "fp32", "reason": None, "num_tokens": len(p)},
         )  # fmt: skip
         for rank, text in enumerate(_findings_text(len(p))):
-            run.add_finding(Finding(code="local-divergence", severity=("warning", "warning", "info")[min(rank, 2)], text=text, region=("rope", "rmsnorm", None)[min(rank, 2)], rank=rank))
+            run.add_finding(
+                Finding(
+                    code="local-divergence",
+                    severity=("warning", "warning", "info")[min(rank, 2)],
+                    text=text,
+                    region=("rope", "rmsnorm", None)[min(rank, 2)],
+                    rank=rank,
+                )
+            )
         run.set_verdict(Verdict(
             kind=kind,
             sentence=f"Rounding only: trainer and vLLM 0.32.0 compute the same function (in FP32 the stacks agree to 1e-05 nats) and differ by 0.039 nats "
@@ -77,7 +120,9 @@ def _token_ids(prompt: int, n: int) -> list[int]:
     return [int(i) for i in np.random.default_rng(100 + prompt).integers(0, len(WORDS), n)]
 
 
-def _token_columns(rng: np.random.Generator, prompt: int, ids: list[int], num_prompt_tokens: int, odd_word: str | None) -> dict[str, Any]:
+def _token_columns(
+    rng: np.random.Generator, prompt: int, ids: list[int], num_prompt_tokens: int, odd_word: str | None
+) -> dict[str, Any]:
     n = len(ids) - 1
     q = -rng.exponential(1.9, n)
     d = rng.standard_t(4, n) * 0.012 * np.sqrt(1 + 2 * np.abs(q))
@@ -98,7 +143,9 @@ def _token_columns(rng: np.random.Generator, prompt: int, ids: list[int], num_pr
     }  # fmt: skip
 
 
-def _site_rows(prompt: int, precision: str, num_layers: int, num_tokens: int, rng: np.random.Generator) -> list[dict[str, Any]]:
+def _site_rows(
+    prompt: int, precision: str, num_layers: int, num_tokens: int, rng: np.random.Generator
+) -> list[dict[str, Any]]:
     rows = []
     for site in all_sites(num_layers, qk_norm=False):
         layer, point = split_site(site)
@@ -117,7 +164,12 @@ def _site_rows(prompt: int, precision: str, num_layers: int, num_tokens: int, rn
         if point == "embed":
             row["local_reason"] = "nothing to feed: it reads token ids"
         else:
-            row |= _ulp(n, local, 2.1e-3 * scale * 0.05 * np.sqrt(local / 0.2) if fp32 else 2.1e-3 * np.sqrt(local / 0.2), "local_")
+            row |= _ulp(
+                n,
+                local,
+                2.1e-3 * scale * 0.05 * np.sqrt(local / 0.2) if fp32 else 2.1e-3 * np.sqrt(local / 0.2),
+                "local_",
+            )
             row["inherited_differing"] = max(total - local, 0.0)
         rows.append(row)
     return rows
@@ -136,7 +188,19 @@ def _ulp(n: int, share: float, rel_l2: float, prefix: str) -> dict[str, Any]:
 def _floors(n: int) -> list[dict[str, Any]]:
     rows = (("trainer_padded", "trainer", "alone against in a padded batch", 0.037), ("rollout_batched", "rollout", "alone against in a batch", 0.0371),
             ("rollout_rescored", "rollout", "sampled against rescored as a prompt", 0.0385))  # fmt: skip
-    return [{"name": a, "stack": b, "text": c, "mean_abs_d": v, "max_abs_d": 20 * v, "k3_kl": 2e-3, "exact_share": 0.01, "num_tokens": n} for a, b, c, v in rows]
+    return [
+        {
+            "name": a,
+            "stack": b,
+            "text": c,
+            "mean_abs_d": v,
+            "max_abs_d": 20 * v,
+            "k3_kl": 2e-3,
+            "exact_share": 0.01,
+            "num_tokens": n,
+        }
+        for a, b, c, v in rows
+    ]
 
 
 def _findings_text(n: int) -> list[str]:
@@ -150,11 +214,39 @@ def _findings_text(n: int) -> list[str]:
     ]
 
 
-def write_bisect(path: Path, *, num_prompts: int = 3, num_tokens: int = 48, generated: int = 12, ranked: bool = True, weight: str = "0f") -> Path:
+def write_bisect(
+    path: Path,
+    *,
+    num_prompts: int = 3,
+    num_tokens: int = 48,
+    generated: int = 12,
+    ranked: bool = True,
+    weight: str = "0f",
+) -> Path:
     """A complete bisect run of the same prompts as :func:`write_compare`."""
-    with create_run(path, command="bisect", options={"model": "smollm2-135m", "prompts": "prompts.txt", "run": path.name, "regions": ["rope", "swiglu", "rmsnorm"], "replicates": 32}) as run:
+    with create_run(
+        path,
+        command="bisect",
+        options={
+            "model": "smollm2-135m",
+            "prompts": "prompts.txt",
+            "run": path.name,
+            "regions": ["rope", "swiglu", "rmsnorm"],
+            "replicates": 32,
+        },
+    ) as run:
         run.set_weights("trainer", {"model.embed_tokens.weight": weight})
-        run.add_prompts([{"prompt": i, "num_prompt_tokens": num_tokens, "text": None, "token_ids": _token_ids(i, num_tokens + generated)} for i in range(num_prompts)])
+        run.add_prompts(
+            [
+                {
+                    "prompt": i,
+                    "num_prompt_tokens": num_tokens,
+                    "text": None,
+                    "token_ids": _token_ids(i, num_tokens + generated),
+                }
+                for i in range(num_prompts)
+            ]
+        )
         rows = [("rmsnorm", "each", 1.7e-4, 0.2e-4, 0.034, 0.208), ("rope", "each", 5.3e-5, 1.0e-5, 0.035, 0.23), ("swiglu", "each", 1.3e-5, 1.0e-5, 0.033, 0.0),
                 ("rmsnorm", "only", 6.6e-5, 1.1e-5, 0.034, 0.208), ("rope", "only", 1.8e-4, 0.2e-4, 0.035, 0.23), ("swiglu", "only", 2.2e-4, 0.2e-4, 0.035, 0.0),
                 ("all", "all", 2.35e-4, 0.2e-4, 0.035, None), ("self", "self", -0.2e-5 if ranked else 9e-5, 0.7e-5, 0.033, None)]  # fmt: skip
@@ -164,7 +256,16 @@ def write_bisect(path: Path, *, num_prompts: int = 3, num_tokens: int = 48, gene
             for r, d, s, e, m, share in rows
         ])  # fmt: skip
         run.set_metrics({"attribution": {"ranked": ranked, "saturated": True}})
-        run.set_manifest(trainer={"stack": "trainer", "model": "smollm2-135m", "dtype": "bfloat16", "device": "cpu", "attention": "sdpa", "versions": {"torch": "2.13.0+cpu"}})
+        run.set_manifest(
+            trainer={
+                "stack": "trainer",
+                "model": "smollm2-135m",
+                "dtype": "bfloat16",
+                "device": "cpu",
+                "attention": "sdpa",
+                "versions": {"torch": "2.13.0+cpu"},
+            }
+        )
         run.add_finding(Finding(code="systematic-region", severity="warning", region="rmsnorm", rank=1,
                                 text="rmsnorm: systematic 1.7e-04 ± 2.0e-05 nats² (n = 2712, K = 32); aligning it alone removes 1.7e-04 nats²."))  # fmt: skip
         run.set_verdict(Verdict(
