@@ -63,7 +63,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = typer.main.get_command(app)
     try:
-        with command.make_context("rpadiag", given) as context:
+        with command.make_context("rpadiag", list(given)) as context:
             command.invoke(context)
         sys.stdout.flush()
     except typer.Exit as left:

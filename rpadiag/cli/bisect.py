@@ -61,9 +61,12 @@ def bisect(
         revision=revision,
         trust_remote_code=trust_remote_code,
     )
+    from rpadiag.prompts import check_prompt_file
     from rpadiag.runs import open_run
     from rpadiag.workflows.bisect import run_bisect
 
+    shared.require_stacks(vllm=False)
+    check_prompt_file(prompts)  # before a run directory is made
     with interruptible(run), progress_on_stderr() as progress:
         run_bisect(options, progress, given=shared.given_options(context))
     finished = open_run(run)

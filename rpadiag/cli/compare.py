@@ -106,9 +106,12 @@ def compare(
         revision=revision,
         trust_remote_code=trust_remote_code,
     )
+    from rpadiag.prompts import check_prompt_file
     from rpadiag.runs import open_run
     from rpadiag.workflows.compare import run_compare
 
+    shared.require_stacks(vllm=rollout == "vllm")
+    check_prompt_file(prompts)  # before a run directory is made
     with interruptible(run), progress_on_stderr() as progress:
         run_compare(options, progress, given=shared.given_options(context))
     finished = open_run(run)

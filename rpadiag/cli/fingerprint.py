@@ -55,6 +55,7 @@ def fingerprint(
         revision=revision,
         trust_remote_code=trust_remote_code,
     )
+    shared.require_stacks(vllm=prompts is not None and stack == "rollout")
     from rpadiag.workflows.fingerprint import run_fingerprint
 
     with progress_on_stderr() as progress:

