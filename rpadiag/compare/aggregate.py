@@ -1,0 +1,93 @@
+"""Statistics of every site pooled over prompts; its size does not depend on how many there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from rpadiag.bits import UlpStats
+from rpadiag.sites import POINTS, split_site
+
+# The points whose divergence speaks for a region. The residual adds belong to rmsnorm too, but both stacks round
+# the stored sum alike, and pooling them in would halve the figure of the norms.
+TELLING_POINTS = {
+    "rmsnorm": ("input_norm", "post_norm", "final_norm"),
+    "rope": ("q_rope", "k_rope"),
+    "swiglu": ("act",),
+    "qk_norm": ("q_norm", "k_norm"),
+    "attention": ("attn",),
+    "matmul": ("q", "k", "v", "o", "gate", "up", "down"),
+    "lm_head": ("logits",),
+    "embed": ("embed",),
+    "sampling": ("logprob",),
+}
+
+
+@dataclass(kw_only=True)
+class SiteTotals:
+    """Pooled statistics of one site: propagated (``total``) and fed the other stack's input (``local``)."""
+
+    total: UlpStats | None = None
+    local: UlpStats | None = None
+    local_reason: str | None = None
+
+
+@dataclass(kw_only=True)
+class Aggregate:
+    """Sites in execution order with their pooled statistics, for one precision."""
+
+    sites: dict[str, SiteTotals] = field(default_factory=dict)
+
+    def add(
+        self,
+        site: str,
+        *,
+        total: UlpStats | None = None,
+        local: UlpStats | None = None,
+        local_reason: str | None = None,
+    ) -> None:
+        """Merge one sequence's statistics of a site."""
+        entry = self.sites.setdefault(site, SiteTotals())
+        if total is not None:
+            entry.total = total if entry.total is None else entry.total + total
+        if local is not None:
+            entry.local = local if entry.local is None else entry.local + local
+        if local_reason is not None:
+            entry.local_reason = local_reason
+
+    def first_divergent(self) -> str | None:
+        """First site in execution order where any element differs."""
+        return next((s for s, e in self.sites.items() if e.total is not None and e.total.num_differing > 0), None)
+
+    def local_by_point(self) -> dict[str, UlpStats]:
+        """Local statistics pooled over layers, by point name."""
+        return self._pooled(local=True)
+
+    def total_by_point(self) -> dict[str, UlpStats]:
+        """Propagated statistics pooled over layers, by point name."""
+        return self._pooled(local=False)
+
+    def local_by_region(self) -> dict[str, UlpStats]:
+        """Local statistics pooled over layers and the telling points of each region."""
+        by_point = self.local_by_point()
+        out: dict[str, UlpStats] = {}
+        for region, points in TELLING_POINTS.items():
+            for point in points:
+                if point in by_point:
+                    out[region] = out[region] + by_point[point] if region in out else by_point[point]
+        return out
+
+    def locals(self) -> Iterator[tuple[str, UlpStats]]:
+        """(site, local statistics) in execution order, where measured."""
+        for site, entry in self.sites.items():
+            if entry.local is not None:
+                yield site, entry.local
+
+    def _pooled(self, *, local: bool) -> dict[str, UlpStats]:
+        out: dict[str, UlpStats] = {}
+        for site, entry in self.sites.items():
+            stats = entry.local if local else entry.total
+            if stats is not None:
+                point = split_site(site)[1]
+                out[point] = out[point] + stats if point in out else stats
+        return {p: out[p] for p in POINTS if p in out}

@@ -1,0 +1,336 @@
+"""From evidence to one of four answers: identical, rounding only, different computation, not comparable.
+
+End-to-end numbers of a 16-bit forward decide nothing: one flipped ULP anywhere moves every later logprob as far as
+all differences together. The decision rests on, in this order: what both sides were given (weights, tokens, positions),
+bitwise equality, the FP32 control, where rounding vanishes and mistakes stay, and the local divergence of each operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rpadiag.compare.aggregate import Aggregate
+from rpadiag.findings import Finding, Verdict
+from rpadiag.sites import region_of, split_site
+
+# An operation in FP32 on identical input repeats to about 1e-7 (relative L2); accumulation order of a long product
+# and another exp reach a few 1e-6. The smallest planted mistake (epsilon 1e-6 for 1e-5) gives 1e-4 at the first norm.
+FP32_LOCAL_REL_L2 = 2e-5
+# FP32 logprobs of two correct stacks agree to about 1e-5 nats; planted mistakes start at 4e-4.
+FP32_MEAN_ABS_D = 1e-4
+# A 16-bit operation with a few rounding points stays within a few half steps (2^-9 = 2e-3 for bfloat16).
+LP_LOCAL_REL_L2 = {"bfloat16": 1.6e-2, "float16": 2e-3, "float32": FP32_LOCAL_REL_L2}
+NOTABLE_LOCAL = 1e-3
+# Rounding at another point leaves magnitudes balanced within a few per cent; truncation against rounding gives 1.
+ONE_SIDED_BALANCE = 0.8
+MIN_ONE_SIDED = 100
+ROPE_POINTS = ("q_rope", "k_rope")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionCheck:
+    """Positions the two stacks used: equal, shifted by a constant, or different in another way."""
+
+    kind: str  # "equal" | "shifted" | "different" | "unobserved"
+    offset: int = 0
+    prompt: int | None = None
+    index: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Control:
+    """FP32 control: per-site statistics and the end-to-end difference, both in FP32.
+
+    mean_abs_d: nats, None where not scored. reason: why there is no control.
+    """
+
+    aggregate: Aggregate | None = None
+    mean_abs_d: float | None = None
+    num_tokens: int = 0
+    reason: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """Everything the verdict is decided from."""
+
+    dtype: str
+    aggregate: Aggregate
+    control: Control
+    mean_abs_d: float
+    max_abs_d: float
+    num_tokens: int
+    rollout: str
+    weights_differing: Sequence[str] = ()
+    tokens_differing: str | None = None
+    positions: PositionCheck = field(default_factory=lambda: PositionCheck(kind="equal"))
+    floors: Mapping[str, float] = field(default_factory=dict)
+
+
+def decide(evidence: Evidence) -> Verdict:
+    """The verdict, with its evidence most telling first."""
+    for rule in (_not_comparable, _identical, _mistake_in_fp32, _mistake_in_lp):
+        verdict = rule(evidence)
+        if verdict is not None:
+            return verdict
+    return _rounding_only(evidence)
+
+
+def _not_comparable(e: Evidence) -> Verdict | None:
+    if e.tokens_differing:
+        return Verdict(kind="not comparable", sentence=f"Not comparable: the token ids differ. {e.tokens_differing}")
+    if e.weights_differing:
+        named = ", ".join(e.weights_differing[:3])
+        more = f" and {len(e.weights_differing) - 3} more" if len(e.weights_differing) > 3 else ""
+        return Verdict(
+            kind="not comparable",
+            sentence=f"Not comparable: {len(e.weights_differing)} weight tensors differ between the stacks ({named}{more}). "
+            "Load the same checkpoint on both sides, or sync the weights, before looking at numerics.",
+            evidence=(
+                Finding(
+                    code="weights-differ",
+                    severity="error",
+                    text=f"Weights differ: {named}{more}.",
+                    numbers={"num_tensors": len(e.weights_differing), "tensors": list(e.weights_differing[:20])},
+                    rank=0,
+                ),
+            ),
+        )
+    if e.positions.kind == "different":
+        return Verdict(
+            kind="not comparable",
+            sentence=f"Not comparable: the stacks used different positions (first at prompt {e.positions.prompt}, token {e.positions.index}), "
+            "and not by a constant shift. Fix position_ids (padding side, packing) first.",
+            site="layers.0.q_rope",
+        )
+    return None
+
+
+def _identical(e: Evidence) -> Verdict | None:
+    if e.max_abs_d != 0.0 or e.aggregate.first_divergent() is not None:
+        return None
+    return Verdict(
+        kind="identical",
+        sentence=f"Identical: every captured site and all {e.num_tokens} logprobs agree to the last bit. Nothing to align.",
+        evidence=tuple(_position_findings(e)),
+    )
+
+
+def _mistake_in_fp32(e: Evidence) -> Verdict | None:
+    control = e.control
+    if control.aggregate is None or control.mean_abs_d is None:
+        return None
+    suspects = _suspects(control.aggregate, FP32_LOCAL_REL_L2, positions=e.positions)
+    if not suspects and control.mean_abs_d <= FP32_MEAN_ABS_D:
+        return None
+    fp32 = f"FP32 logprobs differ by {control.mean_abs_d:.1e} nats (n = {control.num_tokens}), where rounding would leave about 1e-5"
+    if not suspects:
+        first = control.aggregate.first_divergent()
+        return Verdict(
+            kind="different computation",
+            sentence=f"Different computation: {fp32}, yet no single operation explains it; look at what both sides were given.",
+            site=first,
+            evidence=(_control_finding(e),),
+        )
+    site, rel = suspects[0]
+    return Verdict(
+        kind="different computation",
+        sentence=f"Different computation at {site} ({region_of(site)}): in FP32 and fed the same input, its output is off by "
+        f"{rel:.1e} (relative L2), a {_times(rel / FP32_LOCAL_REL_L2)} the limit for rounding. {fp32}. Check this operation's "
+        f"{_suspicion(site)} before aligning anything.",
+        site=site,
+        evidence=(_control_finding(e), *_suspect_findings(suspects, "fp32"), *_position_findings(e)),
+    )
+
+
+def _mistake_in_lp(e: Evidence) -> Verdict | None:
+    if e.control.aggregate is not None:
+        return None
+    suspects = _suspects(e.aggregate, LP_LOCAL_REL_L2[e.dtype], positions=e.positions)
+    if not suspects:
+        return None
+    site, rel = suspects[0]
+    return Verdict(
+        kind="different computation",
+        sentence=f"Different computation at {site} ({region_of(site)}): fed the same input, its {e.dtype} output is off by {rel:.1e} "
+        f"(relative L2), more than rounding can do. Check this operation's {_suspicion(site)}.",
+        site=site,
+        evidence=(*_suspect_findings(suspects, e.dtype), *_position_findings(e)),
+    )
+
+
+def _rounding_only(e: Evidence) -> Verdict:
+    made = {
+        r: s
+        for r, s in sorted(e.aggregate.local_by_region().items(), key=lambda item: -item[1].differing)
+        if s.differing >= NOTABLE_LOCAL and r != "sampling"
+    }
+    named = ", ".join(
+        f"{_label(r)} ({100 * s.differing:.0f} % of elements)" for r, s in made.items() if s.differing >= 0.01
+    )
+    cause = f"; it is made in {named}" if named else "; no single operation makes more than 1 % of its elements differ"
+    if e.control.aggregate is not None and e.control.mean_abs_d is not None:
+        proof = f"in FP32 the stacks agree to {e.control.mean_abs_d:.0e} nats"
+    else:
+        proof = f"no operation is off by more than rounding, but without an FP32 control ({e.control.reason}) a small mistake could hide"
+    biased = _one_sided_findings(e)
+    if biased:
+        cause += f"; {', '.join(_label(str(f.region)) for f in biased)} {'is' if len(biased) == 1 else 'are'} truncated, not rounded to nearest"
+    return Verdict(
+        kind="rounding only",
+        sentence=f"Rounding only: trainer and {e.rollout} compute the same function ({proof}) and differ by {e.mean_abs_d:.3f} nats per token "
+        f"(mean |d|, n = {e.num_tokens}) because they round at different points{cause}.",
+        site=e.aggregate.first_divergent(),
+        evidence=(_control_finding(e), *biased, *_local_findings(e), *_position_findings(e)),
+    )
+
+
+def _suspects(aggregate: Aggregate, limit: float, *, positions: PositionCheck) -> list[tuple[str, float]]:
+    """Sites whose local relative L2 is above the limit, the earliest first, then the largest of the others."""
+    found = [
+        (site, stats.rel_l2)
+        for site, stats in aggregate.locals()
+        if stats.rel_l2 > limit
+        and split_site(site)[1] != "logprob"
+        and not (positions.kind == "shifted" and split_site(site)[1] in ROPE_POINTS)
+    ]
+    if not found:
+        return []
+    by_point: dict[str, tuple[str, float]] = {}
+    for site, rel in found:
+        point = split_site(site)[1]
+        if point not in by_point or rel > by_point[point][1]:
+            by_point[point] = (site, rel)
+    return sorted(by_point.values(), key=lambda item: -item[1])
+
+
+def _suspicion(site: str) -> str:
+    return {
+        "rmsnorm": "epsilon, weight offset and residual input",
+        "rope": "base (theta), scaling, inv_freq dtype, layout and positions",
+        "swiglu": "activation function and gate/up order",
+        "qk_norm": "epsilon and its order with RoPE",
+        "attention": "mask, sliding window, softmax scale and KV-cache dtype",
+        "matmul": "weights, bias and quantisation scales",
+        "lm_head": "weights, logit scaling and soft-capping",
+        "embed": "token ids and embedding scale",
+        "sampling": "temperature and top-p/top-k normalisation",
+    }[region_of(site)]
+
+
+def _times(factor: float) -> str:
+    return f"factor of {factor:.0f} over" if factor >= 2 else "little over"
+
+
+def _label(region: str) -> str:
+    return {"rmsnorm": "residual RMSNorm", "rope": "RoPE", "swiglu": "SwiGLU"}.get(region, region)
+
+
+def _control_finding(e: Evidence) -> Finding:
+    if e.control.aggregate is None or e.control.mean_abs_d is None:
+        return Finding(
+            code="fp32-control-absent",
+            severity="notice",
+            text=f"No FP32 control: {e.control.reason}.",
+            rank=5,
+        )
+    worst = max(
+        ((s, st.rel_l2) for s, st in e.control.aggregate.locals() if split_site(s)[1] != "logprob"),
+        key=lambda item: item[1],
+        default=(None, 0.0),
+    )
+    return Finding(
+        code="fp32-control",
+        severity="info",
+        text=f"FP32 control: mean |d| {e.control.mean_abs_d:.1e} nats (n = {e.control.num_tokens}) against {e.mean_abs_d:.1e} in {e.dtype}; "
+        f"largest local relative L2 {worst[1]:.1e} at {worst[0]}.",
+        site=worst[0],
+        numbers={
+            "mean_abs_d_fp32": e.control.mean_abs_d,
+            "mean_abs_d": e.mean_abs_d,
+            "max_local_rel_l2_fp32": worst[1],
+            "num_tokens": e.control.num_tokens,
+        },
+        rank=2,
+    )
+
+
+def _local_findings(e: Evidence) -> list[Finding]:
+    out = []
+    ranked = sorted(e.aggregate.local_by_region().items(), key=lambda item: -item[1].differing)
+    for n, (region, stats) in enumerate(ranked):
+        if region == "sampling":
+            continue
+        severity = "warning" if stats.differing >= 0.01 else "info"
+        out.append(
+            Finding(
+                code="local-divergence",
+                severity=severity,
+                region=region,
+                text=f"{_label(region)} makes {_percent(stats.differing)} of its elements differ when fed the same input "
+                f"(n = {stats.n}, largest {stats.max_ulp} ULP).",
+                numbers={"local_differing": stats.differing, "n": stats.n, "max_ulp": stats.max_ulp},
+                rank=1 if n == 0 else 3 + n,
+            )
+        )
+    return out
+
+
+def _one_sided_findings(e: Evidence) -> list[Finding]:
+    """Regions whose local differences all point one way in magnitude: a store that truncates, not one that rounds elsewhere."""
+    out = []
+    for region, stats in e.aggregate.local_by_region().items():
+        balance = stats.magnitude_balance
+        if region == "sampling" or stats.num_differing < MIN_ONE_SIDED or not abs(balance) >= ONE_SIDED_BALANCE:
+            continue
+        side = e.rollout if balance < 0 else "the trainer"
+        out.append(
+            Finding(
+                code="one-sided-rounding",
+                severity="warning",
+                region=region,
+                text=f"{side} truncates in {_label(region)}: {100 * abs(balance):.1f} % (net) of {stats.num_differing} local differences "
+                f"point toward zero on its side. Rounding at another point would be balanced; truncation is biased and adds up with depth.",
+                numbers={"magnitude_balance": balance, "num_differing": stats.num_differing},
+                rank=1,
+            )
+        )
+    return out
+
+
+def _percent(share: float) -> str:
+    if share == 0.0:
+        return "0 %"
+    return f"{100 * share:.1f} %" if share >= 1e-3 else f"{100 * share:.2g} %"
+
+
+def _suspect_findings(suspects: Sequence[tuple[str, float]], precision: str) -> list[Finding]:
+    return [
+        Finding(
+            code="local-mistake",
+            severity="error",
+            site=site,
+            region=region_of(site),
+            text=f"{site}: relative L2 {rel:.1e} in {precision} when fed the same input.",
+            numbers={"local_rel_l2": rel},
+            rank=n,
+        )
+        for n, (site, rel) in enumerate(suspects[:5])
+    ]
+
+
+def _position_findings(e: Evidence) -> list[Finding]:
+    if e.positions.kind != "shifted":
+        return []
+    return [
+        Finding(
+            code="positions-shifted",
+            severity="notice",
+            text=f"Positions differ by a constant {e.positions.offset:+d} (trainer minus rollout). RoPE only sees differences of positions, "
+            "so this is harmless; q_rope and k_rope are not comparable.",
+            region="rope",
+            numbers={"offset": e.positions.offset},
+            rank=1,
+        )
+    ]

@@ -1,0 +1,229 @@
+"""Fingerprints of every site of a bundle: what each region's kernel read and wrote, and the weights it used.
+
+Shape legend: T tokens, W width, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rpadiag.errors import CaptureError
+from rpadiag.regions.fingerprint import Fingerprint
+from rpadiag.sites import layer_site, split_site
+
+if TYPE_CHECKING:
+    import torch
+
+    from rpadiag.engines.base import Capture, ModelFacts
+
+MAX_ROWS = 512  # tokens looked at per site; level-one axes need 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """Sites of several sequences laid end to end, up to MAX_ROWS tokens."""
+
+    captures: Sequence[Capture]
+    lengths: Sequence[int]
+
+    def has(self, *sites: str) -> bool:
+        return all(site in capture.sites for site in sites for capture in self.captures)
+
+    def read(self, site: str) -> torch.Tensor:
+        """[T, W], at most MAX_ROWS rows."""
+        import torch
+
+        parts, rows = [], 0
+        for capture in self.captures:
+            parts.append(capture.read(site)[: MAX_ROWS - rows].clone())
+            rows += parts[-1].shape[0]
+            if rows >= MAX_ROWS:
+                break
+        return torch.cat(parts)
+
+    def positions(self) -> torch.Tensor:
+        """int64 [T] of the same tokens; 0, 1, 2, ... of each sequence where the engine did not record them."""
+        import torch
+
+        parts = []
+        for capture, length in zip(self.captures, self.lengths, strict=True):
+            seen = capture.positions
+            parts.append(torch.arange(length) if seen is None else torch.from_numpy(seen.copy()))
+        return torch.cat(parts)[:MAX_ROWS]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """What the regions read beside activations. norms: site -> weight. inv_freq: float32 [rotary/2]."""
+
+    norms: Mapping[str, torch.Tensor]
+    inv_freq: torch.Tensor
+    rope_scale: float = 1.0
+
+
+def weights_of(model: Any, facts: ModelFacts) -> Weights:
+    """Norm weights and inverse frequencies of a transformers model, on the CPU."""
+    from rpadiag.regions.align_families import find_decoder
+
+    decoder = find_decoder(model)
+    norms = {"final_norm": decoder.final_norm.weight}
+    for n, layer in enumerate(decoder.layers):
+        parts: Any = layer
+        norms[layer_site(n, "input_norm")] = parts.input_layernorm.weight
+        norms[layer_site(n, "post_norm")] = parts.post_attention_layernorm.weight
+        if facts.qk_norm:
+            norms[layer_site(n, "q_norm")] = parts.self_attn.q_norm.weight
+            norms[layer_site(n, "k_norm")] = parts.self_attn.k_norm.weight
+    rotary: Any = decoder.rotary
+    return Weights(
+        norms={s: w.detach().cpu() for s, w in norms.items()},  # type: ignore[operator]
+        inv_freq=rotary.inv_freq.detach().float().cpu(),
+        rope_scale=float(getattr(rotary, "attention_scaling", 1.0)),
+    )
+
+
+@dataclass(kw_only=True)
+class SiteFingerprints:
+    """Fingerprints by region and site; plain: norms without a residual; missing: region -> why sites were left out."""
+
+    found: dict[str, dict[str, Fingerprint]] = field(default_factory=dict)
+    plain: list[str] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def add(self, region: str, site: str, fingerprint: Fingerprint) -> None:
+        self.found.setdefault(region, {})[site] = fingerprint
+
+    @property
+    def sites(self) -> dict[str, Fingerprint]:
+        """All of them by site; a joint search adds its parts as ``site (region)``."""
+        out: dict[str, Fingerprint] = {}
+        for region, group in self.found.items():
+            for site, fingerprint in group.items():
+                out[site if site not in out else f"{site} ({region})"] = fingerprint
+        return out
+
+
+def sites_to_capture(facts: ModelFacts, regions: Sequence[str]) -> list[str]:
+    """Sites that the fingerprints of these regions read, in execution order."""
+    points: set[str] = set()
+    if "rmsnorm" in regions:
+        points |= {"embed", "input_norm", "o", "resid_attn", "post_norm", "down", "resid_mlp", "final_norm"}
+    if "rope" in regions or "qk_norm" in regions:
+        points |= {"q", "k", "q_norm", "k_norm", "q_rope", "k_rope"}
+    if "swiglu" in regions:
+        points |= {"gate", "up", "act"}
+    return [s for s in facts.sites if split_site(s)[1] in points]
+
+
+def fingerprint_sites(
+    captured: Captured, weights: Weights, facts: ModelFacts, regions: Sequence[str], on_layer: Callable[[], None]
+) -> SiteFingerprints:
+    """Every region of every layer."""
+    result = SiteFingerprints()
+    for n in range(facts.num_layers):
+        for region in regions:
+            _REGIONS[region](result, captured, weights, facts, n)
+        on_layer()
+    if "rmsnorm" in regions:
+        last = facts.num_layers - 1
+        _fused_norm(result, captured, weights, facts, "final_norm", layer_site(last, "down"), layer_site(last, "resid_attn"))
+    for region in regions:
+        if region not in result.found:
+            result.missing.setdefault(region, f"no site of {region} was captured together with its inputs")
+    return result
+
+
+def _norm_layer(result: SiteFingerprints, captured: Captured, weights: Weights, facts: ModelFacts, n: int) -> None:
+    from rpadiag.regions.fingerprint_rmsnorm import fingerprint_rmsnorm
+
+    site = layer_site(n, "input_norm")
+    if n:
+        _fused_norm(result, captured, weights, facts, site, layer_site(n - 1, "down"), layer_site(n - 1, "resid_attn"))
+    elif captured.has("embed", site):
+        out = captured.read(site)
+        found = fingerprint_rmsnorm(captured.read("embed"), _like(weights.norms[site], out), out, eps=facts.rms_eps)
+        result.add("rmsnorm", site, found)
+        result.plain.append(site)
+    below = layer_site(n - 1, "resid_mlp") if n else "embed"
+    _fused_norm(result, captured, weights, facts, layer_site(n, "post_norm"), layer_site(n, "o"), below)
+
+
+def _fused_norm(
+    result: SiteFingerprints, captured: Captured, weights: Weights, facts: ModelFacts, site: str, x: str, residual: str
+) -> None:
+    from rpadiag.regions.fingerprint_rmsnorm import fingerprint_rmsnorm
+
+    if not captured.has(site, x, residual):
+        result.missing["rmsnorm"] = f"{site} needs {x} and {residual}, which this engine did not show"
+        return
+    out = captured.read(site)
+    found = fingerprint_rmsnorm(
+        captured.read(x), _like(weights.norms[site], out), out, eps=facts.rms_eps, residual=captured.read(residual)
+    )
+    result.add("rmsnorm", site, found)
+
+
+def _like(weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The weight in the dtype in which the engine held it: the activations' unless it is kept in float32."""
+    import torch
+
+    return weight if weight.dtype == torch.float32 and out.dtype == torch.float32 else weight.to(out.dtype)
+
+
+def _rope_layer(result: SiteFingerprints, captured: Captured, weights: Weights, facts: ModelFacts, n: int) -> None:
+    from rpadiag.regions.fingerprint_rope import fingerprint_rope, rope_table
+
+    cos, sin = (t * weights.rope_scale for t in rope_table(captured.positions(), weights.inv_freq))
+    for kind in ("q", "k"):
+        site = layer_site(n, f"{kind}_rope")
+        source = layer_site(n, f"{kind}_norm" if facts.qk_norm else kind)
+        if not captured.has(site, source):
+            result.missing["rope"] = f"{site} needs {source}, which this engine did not show"
+            continue
+        x, out = (captured.read(s).unflatten(-1, (-1, facts.head_dim)) for s in (source, site))
+        result.add("rope", site, fingerprint_rope(x, captured.positions(), out, cos=cos, sin=sin))
+
+
+def _swiglu_layer(result: SiteFingerprints, captured: Captured, weights: Weights, facts: ModelFacts, n: int) -> None:
+    from rpadiag.regions.fingerprint_swiglu import fingerprint_swiglu
+
+    gate, up, act = (layer_site(n, p) for p in ("gate", "up", "act"))
+    if captured.has(gate, up, act):
+        result.add("swiglu", act, fingerprint_swiglu(captured.read(gate), captured.read(up), captured.read(act)))
+    else:
+        result.missing["swiglu"] = f"{act} needs {gate} and {up}, which this engine did not show"
+
+
+def _qk_layer(result: SiteFingerprints, captured: Captured, weights: Weights, facts: ModelFacts, n: int) -> None:
+    from rpadiag.regions.fingerprint_qk import fingerprint_qk_rope
+
+    if not facts.qk_norm:
+        result.missing["qk_norm"] = f"family {facts.family} has no per-head norm"
+        return
+    for kind in ("q", "k"):
+        raw, site, out = (layer_site(n, p) for p in (kind, f"{kind}_norm", f"{kind}_rope"))
+        if not captured.has(raw, out):
+            result.missing["qk_norm"] = f"{out} needs {raw}, which this engine did not show"
+            continue
+        x, rotated = (captured.read(s).unflatten(-1, (-1, facts.head_dim)) for s in (raw, out))
+        rotated = rotated[:128]
+        joint = fingerprint_qk_rope(
+            x[:128], _like(weights.norms[site], rotated), captured.positions()[:128], rotated,
+            eps=facts.rms_eps, inv_freq=weights.inv_freq,
+        )  # fmt: skip
+        result.add("qk_norm", out, joint["qk_norm"])
+        result.add("rmsnorm of q and k", site, joint["rmsnorm"])
+
+
+_Layer = Callable[[SiteFingerprints, Captured, Weights, "ModelFacts", int], None]
+_REGIONS: dict[str, _Layer] = {"rope": _rope_layer, "swiglu": _swiglu_layer, "rmsnorm": _norm_layer, "qk_norm": _qk_layer}
+
+
+def captured_from(captures: Iterator[tuple[Capture, int]]) -> Captured:
+    """Captures and their lengths in tokens, as one."""
+    pairs = list(captures)
+    if not pairs:
+        raise CaptureError("nothing was captured", hint="give at least one prompt")
+    return Captured(captures=[c for c, _ in pairs], lengths=[n for _, n in pairs])

@@ -1,0 +1,102 @@
+"""Noise floors: how far each stack is from itself when only its batching changes.
+
+A gap between the stacks means nothing below these. They are measured on the same tokens, up to a budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rpadiag.compare.metrics import logprob_metrics
+from rpadiag.workflows.inputs import Inputs
+from rpadiag.workflows.progress import Progress
+from rpadiag.workflows.rollout import Rollout
+
+if TYPE_CHECKING:
+    from rpadiag.engines.base import TokenScores, TokenSequence
+
+FLOOR_TOKENS = 2048  # enough for a mean to a few per cent; a floor is a level, not a test
+Logprobs = npt.NDArray[np.float32]
+MIN_SEQUENCES = 2  # one sequence has nothing to be batched with
+
+
+def measure_floors(
+    inputs: Inputs,
+    rollout: Rollout,
+    sequences: Sequence[TokenSequence],
+    trainer_scores: Sequence[TokenScores],
+    rollout_scores: Sequence[TokenScores],
+    progress: Progress,
+) -> list[dict[str, Any]]:
+    """Rows of metrics.json's ``floors``: trainer alone against padded, rollout alone against batched, decode against rescored."""
+    used = within_budget(sequences, FLOOR_TOKENS)
+    out: list[dict[str, Any]] = []
+    with progress.stage("noise floors", total=3) as bar:
+        if len(used) >= MIN_SEQUENCES:
+            padded = inputs.trainer.forward_padded([sequences[i].token_ids for i in used])
+            alone = [trainer_scores[i].logprob for i in used]
+            text = "alone against in a padded batch"
+            out.append(_floor("trainer_padded", "trainer", text, alone, [s.logprob for s in padded]))
+        bar.advance()
+        if len(used) >= MIN_SEQUENCES:
+            prompts = [_prompt_only(sequences[i]) for i in used]
+            together = rollout.engine.score(prompts, sites=(), bundle_dir=None, together=True)
+            heads = [rollout_scores[i].logprob[: sequences[i].num_prompt_tokens - 1] for i in used]
+            batched = [r.scores.logprob for r in together]
+            out.append(_floor("rollout_batched", "rollout", "alone against in a batch", heads, batched))
+        bar.advance()
+        generated = [i for i in used if len(sequences[i].token_ids) > sequences[i].num_prompt_tokens]
+        if generated:
+            out.append(_decode_floor(rollout, sequences, rollout_scores, generated))
+        bar.advance()
+    return out
+
+
+def within_budget(sequences: Sequence[TokenSequence], budget: int) -> list[int]:
+    """Indices of the first sequences whose tokens fit the budget; at least the first two are kept."""
+    used: list[int] = []
+    total = 0
+    for index, sequence in enumerate(sequences):
+        total += len(sequence.token_ids)
+        if total > budget and len(used) >= MIN_SEQUENCES:
+            break
+        used.append(index)
+    return used
+
+
+def _decode_floor(
+    rollout: Rollout, sequences: Sequence[TokenSequence], scores: Sequence[TokenScores], generated: Sequence[int]
+) -> dict[str, Any]:
+    """Sampled logprobs against the same tokens rescored as a prompt."""
+    from rpadiag.engines.base import TokenSequence
+
+    whole = [
+        TokenSequence(
+            prompt=sequences[i].prompt, token_ids=sequences[i].token_ids, num_prompt_tokens=len(sequences[i].token_ids)
+        )
+        for i in generated
+    ]
+    rescored = rollout.engine.score(whole, sites=(), bundle_dir=None)
+    starts = [sequences[i].num_prompt_tokens - 1 for i in generated]
+    sampled = [scores[i].logprob[start:] for i, start in zip(generated, starts, strict=True)]
+    again = [r.scores.logprob[start:] for r, start in zip(rescored, starts, strict=True)]
+    return _floor("rollout_rescored", "rollout", "sampled against rescored as a prompt", sampled, again)
+
+
+def _prompt_only(sequence: TokenSequence) -> TokenSequence:
+    from rpadiag.engines.base import TokenSequence
+
+    ids = sequence.token_ids[: sequence.num_prompt_tokens]
+    return TokenSequence(prompt=sequence.prompt, token_ids=ids, num_prompt_tokens=len(ids))
+
+
+def _floor(name: str, stack: str, text: str, a: Sequence[Logprobs], b: Sequence[Logprobs]) -> dict[str, Any]:
+    one, two = np.concatenate(a), np.concatenate(b)
+    ids = np.concatenate([np.full(len(x), i) for i, x in enumerate(a)])
+    metrics = logprob_metrics(one, two, sequence_ids=ids)
+    keys = ("mean_abs_d", "max_abs_d", "k3_kl", "exact_share", "num_tokens")
+    return {"name": name, "stack": stack, "text": text, **{k: metrics[k] for k in keys}}

@@ -1,0 +1,100 @@
+"""What compare, bisect and fingerprint do first: resolve the model, load the trainer, read the prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rpadiag.errors import InputError
+from rpadiag.workflows.options import ModelOptions
+from rpadiag.workflows.progress import Progress
+
+if TYPE_CHECKING:
+    from rpadiag.engines.base import ModelFacts, TokenSequence
+    from rpadiag.engines.trainer import TrainerEngine
+    from rpadiag.prompts import Prompt
+
+MODEL_ALIASES = ("smollm2-135m",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """A loaded trainer and the prompts as token sequences."""
+
+    model: str
+    device: str
+    dtype: str
+    trainer: TrainerEngine
+    prompts: Sequence[Prompt]
+    sequences: tuple[TokenSequence, ...]
+
+    @property
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer, None where it has none (prompts were given as token ids)."""
+        try:
+            return self.trainer.tokenizer
+        except InputError:
+            return None
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self.trainer.facts
+
+
+def resolve_model(model: str) -> str:
+    """A directory or hub id; the alias ``smollm2-135m`` is converted once into the user's cache."""
+    if model not in MODEL_ALIASES:
+        return model
+    from rpadiag.workflows.smollm2 import ensure_model
+
+    return str(ensure_model())
+
+
+def resolve_device(device: str) -> str:
+    """``auto`` is cuda where there is one; anything else is taken as given."""
+    if device != "auto":
+        return device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load_trainer(options: ModelOptions, *, model: str, device: str, dtype: str, attention: str) -> TrainerEngine:
+    """The trainer engine of these options, in ``dtype``."""
+    from rpadiag.engines.trainer import TrainerEngine
+
+    return TrainerEngine.load(
+        model,
+        dtype=dtype,
+        device=device,
+        attention=attention,
+        revision=options.revision,
+        trust_remote_code=options.trust_remote_code,
+    )
+
+
+def load_inputs(options: ModelOptions, progress: Progress, *, attention: str = "sdpa", num_generate: int = 0) -> Inputs:
+    """Load the trainer and read the prompts; every user mistake in them is an error before the long work."""
+    from rpadiag.engines.base import TokenSequence
+    from rpadiag.prompts import load_prompts
+
+    model = resolve_model(options.model)
+    device = resolve_device(options.device)
+    with progress.stage("load trainer"):
+        trainer = load_trainer(options, model=model, device=device, dtype=options.dtype, attention=attention)
+    prompts = load_prompts(
+        Path(options.prompts),
+        lambda: trainer.tokenizer,
+        max_tokens=options.max_tokens,
+        vocab_size=trainer.facts.vocab_size,
+        max_positions=trainer.facts.max_positions,
+        reserve=num_generate,
+        min_tokens=1 if num_generate else 2,
+    )
+    sequences = tuple(
+        TokenSequence(prompt=p.index, token_ids=tuple(p.token_ids), num_prompt_tokens=len(p.token_ids)) for p in prompts
+    )
+    dtype = str(next(trainer.model.parameters()).dtype).removeprefix("torch.")
+    return Inputs(model=model, device=device, dtype=dtype, trainer=trainer, prompts=prompts, sequences=sequences)

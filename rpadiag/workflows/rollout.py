@@ -1,0 +1,62 @@
+"""Starts the rollout engine that the options ask for: real vLLM, or an emulation that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rpadiag.runs import RunWriter
+from rpadiag.workflows.inputs import Inputs
+from rpadiag.workflows.options import CompareOptions
+
+if TYPE_CHECKING:
+    from rpadiag.engines.emulated import EmulatedEngine
+    from rpadiag.engines.vllm import VllmEngine
+
+LOG_FILE = "vllm.log"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """A started rollout engine. label: how it is named in sentences. absent: point -> why it cannot be seen."""
+
+    engine: VllmEngine | EmulatedEngine
+    label: str
+    real: bool
+    absent: Mapping[str, str] = field(default_factory=dict)
+
+
+def default_preset(device: str) -> str:
+    """Contract preset of eager vLLM on this kind of device."""
+    return "vllm-cpu" if device == "cpu" else "vllm-eager"
+
+
+@contextmanager
+def start_rollout(
+    options: CompareOptions, inputs: Inputs, run: RunWriter, *, overrides: Mapping[str, Any] | None = None
+) -> Iterator[Rollout]:
+    """The engine, stopped on leaving."""
+    if options.rollout == "emulated":
+        from rpadiag.engines.emulated import EmulatedEngine
+
+        preset = options.emulate or default_preset(inputs.device)
+        with EmulatedEngine.start(inputs.model, preset=preset, dtype=inputs.dtype, device=inputs.device) as emulated:
+            yield Rollout(engine=emulated, label=f"emulated {preset}", real=False)
+        return
+    from rpadiag.engines.vllm import VllmEngine
+
+    longest = max(len(s.token_ids) for s in inputs.sequences) + options.generate
+    with VllmEngine.start(
+        inputs.model,
+        dtype=inputs.dtype,
+        device=inputs.device,
+        seed=options.seed,
+        log_path=run.path / LOG_FILE,
+        hf_overrides=dict(overrides) if overrides else None,
+        enforce_eager=options.mode == "eager",
+        max_model_len=longest + 1,
+    ) as engine:
+        version = engine.manifest().get("vllm_version", "")
+        yield Rollout(engine=engine, label=f"vLLM {version}".strip(), real=True)
