@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable
@@ -221,31 +222,26 @@ def test_a_file_in_the_way_is_an_input_error(tmp_path: Path) -> None:
         start(tmp_path / "file" / "run")
 
 
-def test_a_parent_that_cannot_be_written_is_an_input_error(tmp_path: Path) -> None:
-    parent = tmp_path / "locked"
-    parent.mkdir()
-    parent.chmod(0o555)
-    code = f"""
-        import os
+def test_a_parent_that_cannot_be_written_is_an_input_error() -> None:
+    code = """
+        import os, sys
         from rpadiag.errors import InputError
         from rpadiag.runs import create_run
         if os.getuid() == 0:
             os.setuid(65534)  # permissions do not hold root back
         try:
-            create_run({str(parent / "run")!r}, command="compare", options={{}})
+            create_run(sys.argv[1], command="compare", options={})
         except InputError as error:
             print(error)
     """
-    for directory in (tmp_path, *list(tmp_path.parents)[:-1]):  # let the other user walk here
-        if directory.owner() != "root" or directory.stat().st_mode & 0o001 == 0:
-            directory.chmod(directory.stat().st_mode | 0o011)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=environment
-    )
-    assert "Permission denied" in done.stdout and "hint: choose a directory you can write to" in done.stdout, (
-        done.stderr
-    )
+    with tempfile.TemporaryDirectory() as outer:  # pytest's own directory is closed to other users
+        os.chmod(outer, 0o755)
+        locked = Path(outer) / "locked"
+        locked.mkdir(mode=0o555)
+        command = [sys.executable, "-c", textwrap.dedent(code), str(locked / "run")]
+        done = subprocess.run(command, capture_output=True, text=True)
+    assert "Permission denied" in done.stdout, done.stderr
+    assert "hint: choose a directory you can write to" in done.stdout
 
 
 @pytest.mark.parametrize("limit", [0, 100, 3_000, 20_000, 60_000])
