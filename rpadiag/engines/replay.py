@@ -19,6 +19,7 @@ from rpadiag.engines.families import Family
 from rpadiag.engines.scoring import token_logprobs
 from rpadiag.engines.trainer_capture import attention_function, attention_override
 from rpadiag.errors import NotComparableError, UsageError
+from rpadiag.regions import addends
 from rpadiag.sites import inputs_of, split_site
 
 Forward = Callable[..., Any]
@@ -42,7 +43,7 @@ def replay(
     positions: Sequence[int] | torch.Tensor | None = None,
     token_ids: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Output [T, W] at ``site`` for ``inputs`` in the order of :func:`rpadiag.sites.inputs_of`, each [T, W].
+    """Output [T, W] at ``site`` for ``inputs`` in the order of :func:`reads_of`, each [T, W].
 
     positions: int [T], needed by q_rope, k_rope and attn (the mask); default 0 .. T-1.
     token_ids: needed by ``embed`` (which has no inputs) and ``logprob`` ([T-1, 1]).
@@ -51,7 +52,8 @@ def replay(
     layer, point = split_site(site)
     home = inputs[0].device if inputs else torch.device("cpu")
     weight = next(model.parameters())
-    _check_inputs(site, inputs, facts, weight.dtype if point != "logprob" else None)
+    reads = reads_of(model, family, facts, site)
+    _check_inputs(site, reads, inputs, weight.dtype if point != "logprob" else None)
     moved = [tensor.to(weight.device) for tensor in inputs]
     with torch.no_grad():
         if point in ("embed", "logprob"):
@@ -61,17 +63,37 @@ def replay(
                 return token_logprobs(moved[0], token_ids).to(home)
             ids = torch.as_tensor(token_ids, dtype=torch.int64, device=weight.device)[None]
             return _flat(model.get_submodule(family.trainer["embed"].module)(ids)).to(home)
+        path, _ = family.source(site, stack="trainer", num_layers=facts.num_layers)
+        module = model.get_submodule(path)
+        batch = [tensor[None] for tensor in moved]
+        if len(reads) == 2 and point in _NORM_POINTS:
+            return _flat(module(_sum_before(_Places(model, family, facts, layer), point, batch))).to(home)
         if layer is None or point not in _INJECTED:
-            path, _ = family.source(site, stack="trainer", num_layers=facts.num_layers)
-            return _flat(_call(model.get_submodule(path), moved[0], point, facts)).to(home)
-        places = _Places(model, family, facts, layer)
+            return _flat(_call(module, moved[0], point, facts)).to(home)
         if positions is None:
             positions = range(len(moved[0]))
-        return _flat(_INJECTED[point](places, point, [t[None] for t in moved], positions)).to(home)
+        return _flat(_INJECTED[point](_Places(model, family, facts, layer), point, batch, positions)).to(home)
 
 
-def _check_inputs(site: str, inputs: Sequence[torch.Tensor], facts: ModelFacts, dtype: torch.dtype | None) -> None:
+def reads_of(model: nn.Module, family: Family, facts: ModelFacts, site: str) -> tuple[str, ...]:
+    """Sites whose tensors the trainer's operation behind ``site`` reads, as the model is patched now.
+
+    :func:`rpadiag.sites.inputs_of`, but for two operations that an alignment can merge: a norm that reads the
+    residual sum before it was rounded reads both addends, and RoPE that does so with the per-head norm reads the
+    projection. Both are found by trying, not by asking who patched the model.
+    """
+    layer, point = split_site(site)
     reads = inputs_of(site, facts.sites, num_layers=facts.num_layers)
+    sums = point in _NORM_POINTS and reads != ("embed",)
+    if sums and _reads_addends(_Places(model, family, facts, layer), point):
+        return inputs_of(reads[0], facts.sites, num_layers=facts.num_layers)
+    rotated = facts.qk_norm and point in ("q_rope", "k_rope")
+    if rotated and _rope_includes_norm(_Places(model, family, facts, layer), point):
+        return inputs_of(reads[0], facts.sites, num_layers=facts.num_layers)
+    return reads
+
+
+def _check_inputs(site: str, reads: Sequence[str], inputs: Sequence[torch.Tensor], dtype: torch.dtype | None) -> None:
     if len(inputs) != len(reads):
         raise UsageError(f"{site} reads {len(reads)} sites, {len(inputs)} given", detail=f"reads: {', '.join(reads)}")
     for name, tensor in zip(reads, inputs, strict=True):
@@ -98,12 +120,23 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 class _Places:
     """The modules of one decoder layer that injection needs, found through the site map."""
 
-    def __init__(self, model: nn.Module, family: Family, facts: ModelFacts, layer: int) -> None:
+    def __init__(self, model: nn.Module, family: Family, facts: ModelFacts, layer: int | None) -> None:
+        layer = facts.num_layers - 1 if layer is None else layer  # the head reads the last layer
         self.model, self.facts, self.index = model, facts, layer
         self._family = family
         self.attention = self.module("q_rope")
         self.layer = model.get_submodule(family.trainer["input_norm"].path(layer, facts.num_layers).rpartition(".")[0])
         self.mlp = model.get_submodule(family.trainer["gate"].path(layer, facts.num_layers).rpartition(".")[0])
+
+    def below(self) -> _Places:
+        """The layer below this one."""
+        return _Places(self.model, self._family, self.facts, self.index - 1)
+
+    def sample(self, width: int) -> torch.Tensor:
+        """A fixed random [1, 8, width] in the model's dtype, for trying what a module does."""
+        weight = next(self.model.parameters())
+        values = torch.randn(1, 8, width, generator=torch.Generator().manual_seed(width))
+        return values.to(weight.device, weight.dtype)
 
     def module(self, point: str) -> nn.Module:
         """Module that the trainer's site map names for a point of this layer."""
@@ -185,7 +218,7 @@ def _replay_attention(
         places.module(name): _answer(given.get(name, sample.new_zeros(1, tokens, width)))
         for name, width in widths.items()
     }
-    if facts.qk_norm:
+    if facts.qk_norm and (point == "attn" or not _rope_includes_norm(places, point)):
         forwards |= {places.module("q_norm"): _same, places.module("k_norm"): _same}
     forwards[places.module("o")] = _reach
     delegate = attention_function(places.model, places.attention)
@@ -216,8 +249,55 @@ def _replay_residual(
         places.module("post_norm"): _reach if first else _same,
         places.mlp: _answer(delta),
     }
+    if _is_patched(places.layer):
+        # An aligned layer insists on the addends of its input; those of a stream that came from elsewhere are itself.
+        stream = stream.clone()
+        addends.attach(stream, stream, nothing, addends.Channel())
     with replaced(forwards):
         return _until_reached(places.layer, stream, **places.layer_arguments(stream.shape[1], positions))
+
+
+def _sum_before(places: _Places, point: str, inputs: list[torch.Tensor]) -> torch.Tensor:
+    """The residual sum that a norm reads, as the layer itself adds and hands it on."""
+    positions = range(inputs[0].shape[1])
+    if point == "post_norm":
+        return _replay_residual(places, "resid_attn", inputs, positions)
+    return _replay_residual(places if point == "final_norm" else places.below(), "resid_mlp", inputs, positions)
+
+
+def _is_patched(module: nn.Module) -> bool:
+    return "forward" in module.__dict__ or "_old_forward" in module.__dict__
+
+
+def _reads_addends(places: _Places, point: str) -> bool:
+    """Whether a norm's output depends on more than the rounded sum it is handed."""
+    norm = places.module(point)
+    if not _is_patched(norm):
+        return False
+    with torch.no_grad():
+        width = places.facts.hidden_size
+        total = _sum_before(places, point, [places.sample(width), places.sample(width).flip(-1) / 3])
+        return not torch.equal(norm(total), norm(total.clone()))
+
+
+def _rope_includes_norm(places: _Places, point: str) -> bool:
+    """Whether the rotated query (or key) comes from the projection whatever the per-head norm answers."""
+    if not _is_patched(places.attention):
+        return False
+    name, facts = point[0], places.facts
+    widths = {"q": facts.num_heads * facts.head_dim, "k": facts.num_kv_heads * facts.head_dim}
+    widths["v"] = widths["k"]
+
+    def rotate(module: nn.Module, query: torch.Tensor, key: torch.Tensor, *_args: Any, **_kwargs: Any) -> Any:
+        raise _Reached(query if point == "q_rope" else key)
+
+    seen = []
+    projections = {places.module(n): _answer(places.sample(width)) for n, width in widths.items()}
+    arguments = places.layer_arguments(8, range(8))
+    for answer in ({}, {places.module(f"{name}_norm"): _same}):
+        with replaced(projections | answer), attention_override(places.model, rotate), torch.no_grad():
+            seen.append(_until_reached(places.attention, hidden_states=places.sample(facts.hidden_size), **arguments))
+    return torch.equal(seen[0], seen[1])
 
 
 def _replay_act(
@@ -234,6 +314,7 @@ def _replay_act(
         return _until_reached(places.mlp, gate.new_zeros(1, gate.shape[1], places.facts.hidden_size))
 
 
+_NORM_POINTS = ("input_norm", "post_norm", "final_norm")
 _INJECTED: dict[str, Callable[..., torch.Tensor]] = {
     "q_rope": _replay_attention,
     "k_rope": _replay_attention,

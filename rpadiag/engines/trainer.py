@@ -210,6 +210,10 @@ class TrainerEngine:
             self.model, self.family, self.facts, site, inputs, positions=positions, token_ids=token_ids
         )
 
+    def reads(self, site: str) -> tuple[str, ...]:
+        """The sites whose tensors :meth:`replay` of ``site`` takes, in order, as the model is patched now."""
+        return replay.reads_of(self.model, self.family, self.facts, site)
+
     def _logits(self, sequences: Sequence[Sequence[int]], *, positions: Sequence[int] | None = None) -> torch.Tensor:
         """[B, T, V] of a right-padded batch; a single sequence is neither padded nor masked."""
         for ids in sequences:
