@@ -21,7 +21,7 @@ from rpadiag.workflows.options import FingerprintOptions, ModelOptions
 from rpadiag.workflows.progress import SILENT, Progress
 
 if TYPE_CHECKING:
-    from rpadiag.engines.base import ModelFacts, TokenSequence
+    from rpadiag.engines.base import TokenSequence
     from rpadiag.engines.bundle import Bundle
     from rpadiag.engines.trainer import TrainerEngine
     from rpadiag.regions.fingerprint_file import RegionSummary
