@@ -40,12 +40,12 @@ def rope(q: Tensor, cos: Tensor, sin: Tensor, *, k: Tensor | None = None, **axes
         raise ValueError("rope: products=lp-fma needs fused=cc, cs, sc or ss; other products need fused=--")
     _check(q, k, cos, sin, codes)
     heads = _heads_axis(q, k, cos)
-    shape = (*q.shape[:-1], cos.shape[-1])
     if heads is None:  # every row has its own angle
-        shape, heads = (*q.shape[:-1], 1, cos.shape[-1]), q.dim() - 1
-        cos, sin, q = cos.expand(q.shape[:-1] + cos.shape[-1:]).unsqueeze(-2), sin.expand(cos.shape).unsqueeze(-2), q.unsqueeze(-2)
-        return rope(q, cos, sin, **axes).squeeze(-2)
-    tables = [t.expand(shape).select(heads, 0) for t in (cos, sin)]
+        rows = [t.expand(*q.shape[:-1], t.shape[-1]).reshape(-1, 1, t.shape[-1]) for t in (q, cos, sin)]
+        return rope(*rows, **axes).reshape(q.shape)
+    missing = (None,) * (q.dim() - cos.dim())
+    rest = q.shape[:heads] + q.shape[heads + 1 : -1]
+    tables = [t[missing].select(heads, 0).expand(*rest, t.shape[-1]) for t in (cos, sin)]
     turned_q, turned_k = torch.ops.rpadiag.rope(q, k, *tables, heads, to_string(codes))
     return turned_q if k is None else (turned_q, turned_k)
 

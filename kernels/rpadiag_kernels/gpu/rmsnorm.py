@@ -19,6 +19,7 @@ from rpadiag_kernels.axes import LP_CODES
 from rpadiag_kernels.gpu.device import INTERPRETING, on_device, store_lp, to_lp
 from rpadiag_kernels.reduction import Tile
 
+STAGES = 2  # rows of a backward program in flight
 NO_DW = 3  # code of the dw axis when no weight gradient is wanted
 
 
@@ -220,7 +221,7 @@ def backward(
             num_tokens, num_columns, triton.cdiv(num_tokens, partials),
             *dy.stride(), *ds.stride(), *x.stride(), *r.stride(), w.stride(-1),
             LP=LP_CODES[x.dtype], RESIDUAL=residual is not None, HAS_DS=dsummed is not None, **flags,
-            ROWS=tile.rows, COLUMNS=tile.columns, STAGES=2, INTERPRET=INTERPRETING,
+            ROWS=tile.rows, COLUMNS=tile.columns, STAGES=STAGES, INTERPRET=INTERPRETING,
             num_warps=tile.warps, enable_fp_fusion=False,
         )  # fmt: skip
         if dw.numel():

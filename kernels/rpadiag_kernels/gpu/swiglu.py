@@ -1,4 +1,4 @@
-"""SwiGLU in Triton, forward and backward. Shape legend: T rows, I columns.
+"""SwiGLU in Triton, forward and backward. Shape legend: T rows, N columns.
 
 Contract: the formulas, rounding points and dtypes of ``rpadiag_kernels.swiglu.reference_forward`` and
 ``reference_backward``; elementwise, so no order; divisions rounded to nearest; fma never outside the exponential.
@@ -34,21 +34,21 @@ def _silu(x, one_plus_e, sig, FORMULA: tl.constexpr, SIGMOID: tl.constexpr):
 
 
 @triton.jit
-def _where(block, I, BLOCK_I: tl.constexpr):
-    """Row, columns and mask of the block-th block of a [T, I] array, rows cut into blocks of BLOCK_I columns."""
-    per_row = tl.cdiv(I, BLOCK_I)
+def _where(block, N, BLOCK_N: tl.constexpr):
+    """Row, columns and mask of the block-th block of a [T, N] array, rows cut into blocks of BLOCK_N columns."""
+    per_row = tl.cdiv(N, BLOCK_N)
     row = block // per_row
-    cols = (block - row * per_row) * BLOCK_I + tl.arange(0, BLOCK_I)
-    return row, cols, cols < I
+    cols = (block - row * per_row) * BLOCK_N + tl.arange(0, BLOCK_N)
+    return row, cols, cols < N
 
 
 @triton.jit
 def _forward(
-    gate_ptr, up_ptr, out_ptr, I, gate_row, gate_col, up_row, up_col,
+    gate_ptr, up_ptr, out_ptr, N, gate_row, gate_col, up_row, up_col,
     LP: tl.constexpr, SILU: tl.constexpr, SIGMOID: tl.constexpr, STORE: tl.constexpr, FORMULA: tl.constexpr,
-    EXP: tl.constexpr, BLOCK_I: tl.constexpr, INTERPRET: tl.constexpr,
+    EXP: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    row, cols, mask = _where(tl.program_id(0).to(tl.int64), I, BLOCK_I)
+    row, cols, mask = _where(tl.program_id(0).to(tl.int64), N, BLOCK_N)
     x = tl.load(gate_ptr + row * gate_row + cols * gate_col, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up_ptr + row * up_row + cols * up_col, mask=mask, other=0.0).to(tl.float32)
     one_plus_e = 1.0 + exp_negative(x, EXP, INTERPRET)
@@ -64,16 +64,16 @@ def _forward(
         if SILU == 0:
             silu = to_lp(silu, LP, INTERPRET)
         out = silu * u
-    tl.store(out_ptr + row * I + cols, store_lp(out, LP, STORE == 1, INTERPRET), mask=mask)
+    tl.store(out_ptr + row * N + cols, store_lp(out, LP, STORE == 1, INTERPRET), mask=mask)
 
 
 @triton.jit
 def _backward(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, I, dy_row, dy_col, gate_row, gate_col, up_row, up_col,
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, N, dy_row, dy_col, gate_row, gate_col, up_row, up_col,
     LP: tl.constexpr, SIGMOID: tl.constexpr, FORMULA: tl.constexpr, EXP: tl.constexpr,
-    DACT: tl.constexpr, GRAD_SILU: tl.constexpr, BLOCK_I: tl.constexpr, INTERPRET: tl.constexpr,
+    DACT: tl.constexpr, GRAD_SILU: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    row, cols, mask = _where(tl.program_id(0).to(tl.int64), I, BLOCK_I)
+    row, cols, mask = _where(tl.program_id(0).to(tl.int64), N, BLOCK_N)
     dy = tl.load(dy_ptr + row * dy_row + cols * dy_col, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(gate_ptr + row * gate_row + cols * gate_col, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up_ptr + row * up_row + cols * up_col, mask=mask, other=0.0).to(tl.float32)
@@ -87,13 +87,13 @@ def _backward(
     if DACT == 0:
         dact = to_lp(dact, LP, INTERPRET)
     dgate = (dact * sig) * (1.0 + x * (1.0 - sig))
-    offsets = row * I + cols
+    offsets = row * N + cols
     tl.store(dup_ptr + offsets, store_lp(dy * silu, LP, False, INTERPRET), mask=mask)
     tl.store(dgate_ptr + offsets, store_lp(dgate, LP, False, INTERPRET), mask=mask)
 
 
 def _rows(*tensors: Tensor) -> tuple[list[Tensor], int, int]:
-    """The tensors as [T, I] views, and T and I: one long row when all are contiguous."""
+    """The tensors as [T, N] views, and T and I: one long row when all are contiguous."""
     if all(t.is_contiguous() for t in tensors):
         return [t.view(1, -1) for t in tensors], 1, tensors[0].numel()
     num_columns = tensors[0].shape[-1]
@@ -110,7 +110,7 @@ def forward(gate: Tensor, up: Tensor, codes: dict[str, int]) -> Tensor:
     with on_device(gate):
         _forward[(num_rows * triton.cdiv(num_columns, BLOCK),)](
             g, u, out, num_columns, *g.stride(), *u.stride(),
-            LP=LP_CODES[gate.dtype], **flags, BLOCK_I=BLOCK, INTERPRET=INTERPRETING,
+            LP=LP_CODES[gate.dtype], **flags, BLOCK_N=BLOCK, INTERPRET=INTERPRETING,
             num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return out
@@ -127,7 +127,7 @@ def backward(dy: Tensor, gate: Tensor, up: Tensor, codes: dict[str, int]) -> tup
     with on_device(gate):
         _backward[(num_rows * triton.cdiv(num_columns, BLOCK),)](
             d, g, u, dgate, dup, num_columns, *d.stride(), *g.stride(), *u.stride(),
-            LP=LP_CODES[gate.dtype], **flags, BLOCK_I=BLOCK, INTERPRET=INTERPRETING,
+            LP=LP_CODES[gate.dtype], **flags, BLOCK_N=BLOCK, INTERPRET=INTERPRETING,
             num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return dgate, dup

@@ -1,0 +1,133 @@
+"""Speed of the kernels beside other implementations, as a share of the copy bandwidth measured in the same run.
+
+    PYTHONPATH=kernels python kernels/benchmarks/speed.py [--out results.json] [--only rmsnorm,swiglu,rope,ulp]
+
+bf16, 16,384 tokens; hidden 4096; intermediate 12288; 32 query and 8 key heads of 128. Peers that are not installed are
+listed as absent with the reason. Bytes are the fewest that the operation can move: every input read once, every output
+written once. An implementation that moves more shows a smaller share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from peers import PEERS  # noqa: E402
+from timing import copy_bandwidth, time_calls  # noqa: E402
+
+TOKENS, HIDDEN, INTERMEDIATE, Q_HEADS, K_HEADS, HEAD_SIZE = 16384, 4096, 12288, 32, 8, 128
+EPS = 1e-6
+
+
+def randn(*shape: int, grad: bool = False) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16).requires_grad_(grad)
+
+
+def inputs_of(region: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], int, int]:
+    """(inputs, gradients of the outputs, bytes of the forward, bytes of the backward)."""
+    if region == "rmsnorm":
+        x, r, w = randn(TOKENS, HIDDEN, grad=True), randn(TOKENS, HIDDEN, grad=True), randn(HIDDEN, grad=True)
+        size = x.numel() * 2
+        return (x, r, w), (randn(TOKENS, HIDDEN), randn(TOKENS, HIDDEN)), 4 * size, 4 * size
+    if region == "swiglu":
+        gate, up = randn(TOKENS, INTERMEDIATE, grad=True), randn(TOKENS, INTERMEDIATE, grad=True)
+        size = gate.numel() * 2
+        return (gate, up), (randn(TOKENS, INTERMEDIATE),), 3 * size, 5 * size
+    heads = [randn(1, TOKENS, h, HEAD_SIZE).transpose(1, 2).requires_grad_() for h in (Q_HEADS, K_HEADS)]
+    angle = torch.arange(TOKENS, device="cuda")[:, None] * 10000.0 ** (-torch.arange(64, device="cuda") / 64)
+    tables = [torch.cat((t, t), dim=-1)[None].bfloat16() for t in (angle.cos(), angle.sin())]
+    grads = tuple(randn(1, TOKENS, h, HEAD_SIZE).transpose(1, 2) for h in (Q_HEADS, K_HEADS))
+    size = 2 * 2 * sum(t.numel() for t in heads) + 2 * TOKENS * HEAD_SIZE
+    return (*heads, *tables), grads, size, size
+
+
+def forward_and_backward(function: Callable[..., Any], inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> Callable[[], Any]:
+    wanted = [t for t in inputs if t.requires_grad]
+
+    def call() -> Any:
+        outputs = function(*inputs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return torch.autograd.grad(outputs, wanted, grads)
+
+    return call
+
+
+def measure(name: str, function: Callable[..., Any], region: str, data: Any, copy: float, has_backward: bool) -> dict[str, Any]:
+    inputs, grads, forward_bytes, backward_bytes = data
+    row: dict[str, Any] = {"region": region, "name": name}
+    with torch.no_grad():
+        timing = time_calls(lambda: function(*inputs))
+    row["forward"] = {**asdict(timing), "share": timing.share(forward_bytes, copy)}
+    if has_backward:
+        timing = time_calls(forward_and_backward(function, inputs, grads))
+        row["forward_backward"] = {**asdict(timing), "share": timing.share(forward_bytes + backward_bytes, copy)}
+    return row
+
+
+def print_row(row: dict[str, Any]) -> None:
+    if "absent" in row:
+        print(f"{row['region']:8s} {row['name']:28s} absent: {row['absent']}", flush=True)
+        return
+    both = row.get("forward_backward")
+    text = f"{row['forward']['median_us']:8.1f} us {100 * row['forward']['share']:6.1f} %"
+    if both:
+        text += f" | {both['median_us']:8.1f} us {100 * both['share']:6.1f} %"
+    print(f"{row['region']:8s} {row['name']:28s} {text}", flush=True)
+
+
+def environment() -> dict[str, str]:
+    import triton
+
+    return {
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+        "cuda": str(torch.version.cuda), "python": platform.python_version(),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", default="rmsnorm,swiglu,rope,ulp")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    copy = copy_bandwidth()
+    print(f"copy {copy / 1e12:.2f} TB/s; columns: forward | forward + backward", flush=True)
+    rows = []
+    for region in options.only.split(","):
+        if region == "ulp":
+            from ulp_speed import measure_ulp
+
+            found = measure_ulp(copy)
+        else:
+            found = []
+            for peer in PEERS[region]:
+                try:
+                    function = peer.load()
+                except (ImportError, AttributeError, OSError) as error:
+                    found.append({"region": region, "name": peer.name, "absent": str(error)[:200]})
+                    continue
+                try:
+                    # New inputs for each: some implementations overwrite theirs.
+                    found.append(measure(peer.name, function, region, inputs_of(region), copy, peer.has_backward))
+                except Exception as error:  # noqa: BLE001  one peer that fails must not hide the others
+                    found.append({"region": region, "name": peer.name, "absent": f"failed: {type(error).__name__}: {error}"[:300]})
+        for row in found:
+            print_row(row)
+        rows += found
+    if options.out:
+        result = {"environment": environment(), "copy_bytes_per_s": copy, "rows": rows}
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

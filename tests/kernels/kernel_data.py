@@ -1,0 +1,35 @@
+"""Inputs for the kernel tests: several magnitudes at once, so that large, small and subnormal values take part."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def values(*shape: int, dtype: torch.dtype, seed: int, device: str = "cpu", spread: float = 3.0) -> Tensor:
+    """Normal values whose rows differ in scale by powers of ten within 10 ** +-spread, with some exact zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=generator)
+    scale = 10.0 ** (torch.rand(*shape[:-1], 1, generator=generator) * 2 * spread - spread) if spread else 1.0
+    x = torch.where(torch.rand(*shape, generator=generator) < 0.01, torch.zeros(()), x * scale)
+    return x.to(dtype).to(device)
+
+
+def num_mismatches(a: Tensor, b: Tensor) -> int:
+    """Elements that are not the same value; NaNs are the same, and so are +0 and -0 not."""
+    assert a.shape == b.shape and a.dtype == b.dtype
+    a, b = a.contiguous(), b.contiguous()
+    if a.dtype == torch.float32:
+        bits_a, bits_b = a.view(torch.int32), b.view(torch.int32)
+    else:
+        bits_a, bits_b = a.view(torch.int16), b.view(torch.int16)
+    return int(((bits_a != bits_b) & ~(a.isnan() & b.isnan())).sum())
+
+
+def angles(*shape: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """float32 cos and sin tables of the given shape, angles up to a thousand radians."""
+    generator = torch.Generator().manual_seed(7)
+    angle = torch.rand(*shape, generator=generator) * 1000
+    return angle.cos().to(device), angle.sin().to(device)
