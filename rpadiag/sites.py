@@ -44,7 +44,9 @@ LAYER_POINTS: tuple[Point, ...] = (
     Point(name="k_norm", region="qk_norm", reads=("k",), text="per-head normalised key"),
     Point(name="q_rope", region="rope", reads=("?q_norm", "q"), text="query after RoPE"),
     Point(name="k_rope", region="rope", reads=("?k_norm", "k"), text="key after RoPE"),
-    Point(name="attn", region="attention", reads=("q_rope", "k_rope", "v"), text="attention output, heads concatenated"),
+    Point(
+        name="attn", region="attention", reads=("q_rope", "k_rope", "v"), text="attention output, heads concatenated"
+    ),
     Point(name="o", region="matmul", reads=("attn",), text="output projection"),
     Point(name="resid_attn", region="rmsnorm", reads=("^resid_mlp", "o"), text="residual stream after attention"),
     Point(name="post_norm", region="rmsnorm", reads=("resid_attn",), text="normalised input of the MLP"),
@@ -129,7 +131,9 @@ def match_sites(patterns: Sequence[str], available: Sequence[str]) -> list[str]:
     for pattern in patterns:
         escaped = pattern.replace("[", "[[]")
         hits = {
-            s for s in available if fnmatch.fnmatchcase(s, escaped) or fnmatch.fnmatchcase(s.rsplit(".", 1)[-1], escaped)
+            s
+            for s in available
+            if fnmatch.fnmatchcase(s, escaped) or fnmatch.fnmatchcase(s.rsplit(".", 1)[-1], escaped)
         }
         if not hits:
             points = list(dict.fromkeys(s.rsplit(".", 1)[-1] for s in available))

@@ -75,9 +75,7 @@ def attribute(
         scored[replicate.variant].append(np.asarray(score(replicate), dtype=np.float64))
     stacked = {v: np.stack(rows) for v, rows in scored.items()}
     reference = next(rows for v, rows in stacked.items() if v.design == "reference")
-    estimates = {
-        v: estimate(rows, reference, sequence_ids) for v, rows in stacked.items() if v.design != "reference"
-    }
+    estimates = {v: estimate(rows, reference, sequence_ids) for v, rows in stacked.items() if v.design != "reference"}
     each = {v.region: e for v, e in estimates.items() if v.design == "each"}
     control = next(e for v, e in estimates.items() if v.design == "self")
     everything = next(e for v, e in estimates.items() if v.design == "all")

@@ -30,6 +30,8 @@ _RMS_FP32 = RmsNormContract(sum="fp32", variance="unrounded", scale="fp32", dn="
 _RMS_ROUNDED = _RMS_FP32.replace(sum="lp", variance="rounded")
 _RMS_VLLM_CPU = _RMS_FP32.replace(sum="lp", reduction="lanes8")
 
+_RMS_NATIVE = _RMS_FP32.replace(scale="lp")
+
 _ROPE_HF = RopeContract()
 _ROPE_LP_CACHE = RopeContract(cache="lp", products="fp32", grad_products="fp32")
 _ROPE_FP32 = RopeContract(cache="fp32", products="fp32", grad_products="fp32")
@@ -198,19 +200,39 @@ _ALL = (
     ),
     _preset(
         "vllm-cpu",
-        "vLLM's CPU kernels on a machine with AVX512_BF16, or float16 on any",
+        "vLLM's CPU engine, eager, on a machine with AVX512_BF16, or float16 on any",
         versions="vllm-cpu 0.32",
-        source="csrc/cpu/layernorm.cpp, pos_encoding.cpp; activation.py SiluAndMul.forward_native",
+        source="ir/ops/layernorm.py (the CPU platform keeps native norms); csrc/cpu/pos_encoding.cpp; activation.py forward_native",
+        evidence="run",
+        rms=_RMS_NATIVE,
+        rope=_ROPE_LP_CACHE,
+        swiglu=_SILU_LP,
+    ),
+    _preset(
+        "vllm-cpu-avx2",
+        "vLLM's CPU engine, eager, in bfloat16 on a machine without AVX512_BF16: RoPE's stores truncate",
+        versions="vllm-cpu 0.32",
+        source="the same; csrc/cpu/cpu_types_x86.hpp drops the low 16 bits without AVX512_BF16",
+        evidence="run: the whole engine reproduced to the bit",
+        rms=_RMS_NATIVE,
+        rope=_ROPE_LP_CACHE.replace(store="truncate"),
+        swiglu=_SILU_LP,
+    ),
+    _preset(
+        "vllm-cpu-ops",
+        "vLLM's CPU custom operators called directly (torch.ops._C), with AVX512_BF16 or in float16",
+        versions="vllm-cpu 0.32",
+        source="csrc/cpu/layernorm.cpp, pos_encoding.cpp",
         evidence="run",
         rms=_RMS_VLLM_CPU,
         rope=_ROPE_LP_CACHE,
         swiglu=_SILU_LP,
     ),
     _preset(
-        "vllm-cpu-avx2",
-        "vLLM's CPU kernels in bfloat16 on a machine without AVX512_BF16: stores truncate",
+        "vllm-cpu-ops-avx2",
+        "vLLM's CPU custom operators called directly, in bfloat16 without AVX512_BF16: stores truncate",
         versions="vllm-cpu 0.32",
-        source="the same; csrc/cpu/cpu_types_x86.hpp drops the low 16 bits without AVX512_BF16",
+        source="the same; csrc/cpu/cpu_types_x86.hpp",
         evidence="run",
         rms=_RMS_VLLM_CPU.replace(store="truncate"),
         rope=_ROPE_LP_CACHE.replace(store="truncate"),

@@ -28,9 +28,13 @@ class Rollout:
     absent: Mapping[str, str] = field(default_factory=dict)
 
 
-def default_preset(device: str) -> str:
-    """Contract preset of eager vLLM on this kind of device."""
-    return "vllm-cpu" if device == "cpu" else "vllm-eager"
+def default_preset(device: str, dtype: str) -> str:
+    """Contract preset of eager vLLM on this device; on a CPU it depends on the instruction set."""
+    if device != "cpu":
+        return "vllm-eager"
+    from rpadiag.regions.presets import vllm_cpu_preset
+
+    return vllm_cpu_preset(dtype).name
 
 
 @contextmanager
@@ -41,7 +45,7 @@ def start_rollout(
     if options.rollout == "emulated":
         from rpadiag.engines.emulated import EmulatedEngine
 
-        preset = options.emulate or default_preset(inputs.device)
+        preset = options.emulate or default_preset(inputs.device, inputs.dtype)
         with EmulatedEngine.start(inputs.model, preset=preset, dtype=inputs.dtype, device=inputs.device) as emulated:
             yield Rollout(engine=emulated, label=f"emulated {preset}", real=False)
         return

@@ -84,7 +84,9 @@ def planted_score(effects: dict[str, float], ids: np.ndarray, *, broken_self: bo
 
 def test_planted_region_is_found_and_the_others_are_not() -> None:
     ids = sequences(30, 30)
-    result = attribute(planted_score({"rope": 0.03, "swiglu": 0.0, "rmsnorm": 0.0}, ids), REGIONS, ids, num_replicates=8)
+    result = attribute(
+        planted_score({"rope": 0.03, "swiglu": 0.0, "rmsnorm": 0.0}, ids), REGIONS, ids, num_replicates=8
+    )
     each = result.by_design("each")
     assert result.ranked
     assert each["rope"].detectable
