@@ -93,11 +93,14 @@ def check_shard(path: Path) -> None:
 
 def load_config(model: str, *, revision: str | None, trust_remote_code: bool) -> Any:
     """The transformers configuration of a directory or hub id."""
+    from huggingface_hub import errors as hub_errors
     from transformers import AutoConfig
 
+    # Newer hub libraries validate a configuration's fields; what older ones let through fails as arithmetic or a type.
+    invalid = getattr(hub_errors, "StrictDataclassError", ValueError)
     try:
         return AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, invalid) as error:
         raise _load_error(model, error) from error
 
 
@@ -139,7 +142,15 @@ def load_model(
             hint="check that config.json belongs to these weights",
         )
     loaded.eval()
-    return loaded, tuple(sorted(str(name) for name in info["unexpected_keys"]))
+    unused = tuple(sorted(str(name) for name in info["unexpected_keys"]))
+    lost = [name for name in unused if name.endswith((".weight", ".bias"))]
+    if lost:
+        raise InputError(
+            f"{model} holds {lost[0]}, which its configuration has no place for",
+            detail=f"{len(lost)} weights would be left out",
+            hint="check that config.json belongs to these weights",
+        )
+    return loaded, unused
 
 
 def check_finite(model: nn.Module) -> None:
@@ -157,8 +168,9 @@ def check_finite(model: nn.Module) -> None:
 
 
 def _load_error(model: str, error: Exception) -> RpadiagError:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return InputError(
         f"cannot load {model}",
-        detail=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+        detail=" ".join(lines[:2]) if lines else type(error).__name__,
         hint="give a directory with config.json and safetensors files, or a hub id that can be reached from here",
     )

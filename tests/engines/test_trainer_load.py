@@ -59,6 +59,32 @@ def test_broken_config_is_an_error(copy):
     refuse(copy, "cannot load")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": "abc"}, "cannot load .*hidden_size"),
+        ({"vocab_size": None}, "cannot load .*vocab_size"),
+        ({"num_attention_heads": 0}, "cannot load"),
+        ({"num_attention_heads": 3}, "cannot load .*attention heads"),
+        ({"rope_parameters": {"rope_type": "weird", "rope_theta": 1e4}}, "cannot load .*weird"),
+        ({"num_hidden_layers": 3}, r"lacks model\.layers\.2\."),
+        ({"num_hidden_layers": 1}, r"holds model\.layers\.1\..* no place for"),
+    ],
+)
+def test_config_that_does_not_fit_the_weights_is_an_error(tiny, tmp_path, changes, message):
+    model = planted_copy(tiny("llama"), tmp_path / "m", config=changes)
+    refuse(model, "(?s)" + message)
+
+
+def test_code_in_a_checkpoint_is_not_run_unless_asked_for(copy):
+    config = json.loads((copy / "config.json").read_text())
+    auto_map = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
+    (copy / "config.json").write_text(json.dumps({**config, "model_type": "unheard-of", "auto_map": auto_map}))
+    (copy / "code.py").write_text(f"open({str(copy / 'ran')!r}, 'w')\n")
+    refuse(copy, "(?s)cannot load .*custom code")
+    assert not (copy / "ran").exists()
+
+
 def test_sharded_checkpoint_loads_and_a_missing_shard_is_an_error(copy, tiny):
     files = shard(copy)
     whole = TrainerEngine.load(tiny("llama"))
@@ -152,6 +178,22 @@ def test_missing_tokenizer_is_an_error_only_when_asked_for(tmp_path):
     with pytest.raises(InputError, match="no tokenizer") as caught:
         _ = engine.tokenizer
     assert "token_ids" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", "garbage"),
+        ("tokenizer.json", '{"a'),
+        ("tokenizer.json", '{"a": 1}'),
+        ("tokenizer_config.json", "garbage"),
+    ],
+)
+def test_broken_tokenizer_is_an_error(copy, file, content):
+    (copy / file).write_text(content)
+    engine = TrainerEngine.load(copy)
+    with pytest.raises(InputError, match="no tokenizer"):
+        _ = engine.tokenizer
 
 
 def test_tokenizer_is_the_checkpoints_own(tiny):

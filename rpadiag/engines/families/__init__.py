@@ -16,9 +16,9 @@ def architectures() -> tuple[str, ...]:
     return tuple(a for f in FAMILIES.values() for a in f.architectures)
 
 
-def family_for(names: Iterable[str] | None) -> Family:
+def family_for(names: str | Iterable[str] | None) -> Family:
     """The family of the first known name in a configuration's ``architectures``; else InputError listing the known."""
-    given = list(names or ())
+    given = [names] if isinstance(names, str) else list(names or ())
     for family in FAMILIES.values():
         if set(given) & set(family.architectures):
             return family
