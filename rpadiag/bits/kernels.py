@@ -1,4 +1,4 @@
-"""The loops behind :mod:`rpadiag.bits`, compiled by numba when this module is first imported and called.
+"""The loops behind :mod:`rpadiag.bits.stats`, compiled by numba when this module is first imported and called.
 
 Each function scans flat arrays block by block, so that a block is read from memory once and everything after that
 comes from the first-level cache. Loops are written so that LLVM turns them into SIMD code: 32-bit integers are cast

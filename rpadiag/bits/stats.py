@@ -167,16 +167,16 @@ def ulp_stats(a: Any, b: Any, *, dtype: str | None = None) -> UlpStats:
         )
     if bits_a.shape != bits_b.shape:
         raise UsageError(f"ULP distance of arrays of shape {bits_a.shape} and {bits_b.shape} is undefined")
-    from rpadiag import ulp_kernels  # compiles on first use
+    from rpadiag.bits import kernels  # compiles on first use
 
     width, infinity = _FORMATS[name_a]
-    counts = np.zeros(ulp_kernels.NUM_COUNTS, np.int64)
+    counts = np.zeros(kernels.NUM_COUNTS, np.int64)
     sums = np.zeros(4, np.float64)
     for flat_a, flat_b in _contiguous_parts(bits_a, bits_b):
         if width == 16:
-            ulp_kernels.scan_16(flat_a, flat_b, infinity, name_a == "float16", counts, sums)
+            kernels.scan_16(flat_a, flat_b, infinity, name_a == "float16", counts, sums)
         else:
-            ulp_kernels.scan_32(flat_a, flat_b, infinity, counts, sums)
+            kernels.scan_32(flat_a, flat_b, infinity, counts, sums)
     return _stats(counts, sums, bits_a.size)
 
 
