@@ -90,7 +90,7 @@ def find_decoder(model: nn.Module) -> Decoder:
             f"align found {len(found)} decoders in {type(model).__name__}", hint="align them one at a time"
         )
     decoder, family = found[0]
-    layers = tuple(_unwrap(layer, "layer", family) for layer in decoder.layers)
+    layers = tuple(_unwrap(layer, "layer", family) for layer in decoder.layers)  # type: ignore[union-attr]
     for layer in layers:
         _check_layer(layer, family)
     return Decoder(
