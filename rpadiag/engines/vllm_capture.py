@@ -19,10 +19,13 @@ import torch
 from rpadiag.engines.bundle_writer import BundleWriter, SequenceWriter
 from rpadiag.engines.families import Source, family_for
 from rpadiag.errors import CaptureError, RpadiagError
+from rpadiag.sites import layer_site, split_site
 
 if TYPE_CHECKING:
     from rpadiag.engines.families import Family
 
+# Points outside the compiled model, or at the attention operator, which stays whole in the compiled graph.
+COMPILED_POINTS = ("q_rope", "k_rope", "v", "attn", "final_norm", "logits", "logprob")
 _BLOCK_ROWS = 64  # rows of logits in float32 at a time: 12 MB at a vocabulary of 49,152
 
 
@@ -48,6 +51,17 @@ class _Open:
     positions: list[torch.Tensor] = field(default_factory=list)
     entropy: torch.Tensor
     argmax: torch.Tensor
+
+
+def is_compiled(runner: Any) -> bool:
+    """Whether the model runs as a compiled graph, whose modules are not called."""
+    mode = getattr(runner.vllm_config.compilation_config, "mode", None)
+    return mode is not None and getattr(mode, "name", str(mode)) != "NONE"
+
+
+def observable(runner: Any, sites: Sequence[str]) -> list[str]:
+    """Those of ``sites`` that can be captured from a runner in the mode it runs in."""
+    return [s for s in sites if not is_compiled(runner) or split_site(s)[1] in COMPILED_POINTS]
 
 
 def entropy_and_argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,13 +128,16 @@ class Recorder:
 
     def attach(self) -> None:
         """Register every hook. A site whose module this vLLM does not have is a CaptureError."""
-        self._wrap("execute_model", before=self._on_scheduled)
+        self._wrap(self.runner, "execute_model", before=self._on_scheduled)
         if hasattr(self.runner, "prepare_inputs"):  # the second model runner keeps its batch local
-            self._wrap("prepare_inputs", after=self._on_batch)
+            self._wrap(self.runner, "prepare_inputs", after=self._on_batch)
         model = self.model
         self._hook(model.register_forward_pre_hook(self._on_forward, with_kwargs=True))
         self._hook(model.register_forward_hook(self._on_hidden))
         self._hook(model.get_submodule("logits_processor").register_forward_hook(self._on_logits))
+        if is_compiled(self.runner):
+            self._attach_attention()
+            return
         inputs: dict[str, list[tuple[str, Source]]] = {}
         outputs: dict[str, list[tuple[str, Source]]] = {}
         for site in self.sites:
@@ -132,6 +149,27 @@ class Recorder:
             self._hook(self._module(path, wanted).register_forward_pre_hook(self._reader(wanted), with_kwargs=True))
         for path, wanted in outputs.items():
             self._hook(self._module(path, wanted).register_forward_hook(self._reader(wanted, output=True)))
+
+    def _attach_attention(self) -> None:
+        """Read q, k, v and the output of each layer's attention where the compiled graph calls it."""
+        for layer in range(self._facts.num_layers):
+            points = {p: layer_site(layer, p) for p in ("q_rope", "k_rope", "v", "attn")}
+            points = {p: site for p, site in points.items() if site in self.sites}
+            if not points:
+                continue
+            path = self._family.rollout["q_rope"].path(layer, self._facts.num_layers)
+            attention: Any = self._module(path, [(site, Source(module=path)) for site in points.values()])
+
+            def before(_layer: Any, *qkv: Any, points: dict[str, str] = points, **_: Any) -> None:
+                for point, tensor in zip(("q_rope", "k_rope", "v"), qkv, strict=False):
+                    if point in points:
+                        self._record(points[point], tensor)
+
+            def after(result: Any, points: dict[str, str] = points, **kwargs: Any) -> None:
+                if "attn" in points:
+                    self._record(points["attn"], result if result is not None else kwargs["output"])
+
+            self._wrap(attention.impl, "forward", before=before, after=after)
 
     def detach(self) -> None:
         """Take every hook and wrapper back."""
@@ -164,21 +202,26 @@ class Recorder:
         self._undo.append(handle.remove)
 
     def _wrap(
-        self, name: str, *, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None
+        self,
+        owner: Any,
+        name: str,
+        *,
+        before: Callable[..., None] | None = None,
+        after: Callable[..., None] | None = None,
     ) -> None:
-        """Shadow a method of the runner, on the instance, until :meth:`detach`."""
-        original = getattr(self.runner, name)
+        """Shadow a method on its instance until :meth:`detach`. ``after`` gets the result and the keyword arguments."""
+        original = getattr(owner, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if before is not None:
                 before(*args, **kwargs)
             result = original(*args, **kwargs)
             if after is not None:
-                after(result)
+                after(result, **kwargs)
             return result
 
-        setattr(self.runner, name, call)
-        self._undo.append(lambda: delattr(self.runner, name))
+        setattr(owner, name, call)
+        self._undo.append(lambda: delattr(owner, name))
 
     # -- one step ----------------------------------------------------------------------------------
 
@@ -186,7 +229,7 @@ class Recorder:
         self._scheduled = scheduler_output
         self._batch = self._slices = self._hidden = None
 
-    def _on_batch(self, batch: Any) -> None:
+    def _on_batch(self, batch: Any, **_: Any) -> None:
         self._batch = batch
 
     def _on_forward(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -235,6 +278,8 @@ class Recorder:
 
     def _on_hidden(self, _module: Any, _args: Any, output: Any) -> None:
         self._hidden = output[0] if isinstance(output, tuple) else output
+        if "final_norm" in self.sites and is_compiled(self.runner):
+            self._record("final_norm", self._hidden)
 
     def _reader(self, wanted: list[tuple[str, Source]], *, output: bool = False) -> Callable[..., None]:
         def before(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rpadiag.engines.vllm_capture import Recorder
 
 EXTENSION = "rpadiag.engines.vllm_capture.CaptureExtension"
-DEFAULT_MAX_TOKENS = 4097  # vLLM's max_model_len where the caller does not say: sequences of 4,096 tokens
+DEFAULT_MAX_MODEL_LEN = 4097  # sequences of 4,096 tokens
 # The cache holds one full sequence and at least this many tokens, so that a batch of short prompts fits too.
 MIN_CACHE_TOKENS = 4096
 
@@ -75,7 +75,6 @@ class Host:
     ) -> dict[str, Any]:
         """Load a model, in place of the one loaded before. Returns facts and manifest entries."""
         started = time.monotonic()
-        self._unload()
         if device == "cpu" and os.environ.get("ONEDNN_MAX_CPU_ISA"):
             _init_amx()
         import torch
@@ -87,13 +86,17 @@ class Host:
             if name not in defaults:
                 raise unknown_name("vLLM argument", name, defaults)
         facts = self._facts(model, arguments)
-        tokens = min(max_model_len or DEFAULT_MAX_TOKENS, facts.max_positions + 1) - 1
+        tokens = min(max_model_len or DEFAULT_MAX_MODEL_LEN, facts.max_positions + 1) - 1
         given = {**_sized(arguments, facts, tokens), "worker_extension_cls": EXTENSION}
+        self._unload()
         with self._digesting():
             self._llm = LLM(model=model, **given)
         config = self._llm.llm_engine.vllm_config
+        from rpadiag.engines.vllm_capture import observable
+
         return {
             "facts": dataclasses.asdict(facts),
+            "sites": observable(self._runner(), facts.sites),
             "manifest": {
                 "vllm_version": __version__,
                 "torch_version": torch.__version__,
@@ -133,6 +136,18 @@ class Host:
                 recorder.check_fired()
             finally:
                 recorder.detach()
+
+    def do_attention(self, *, num_tokens: int) -> None:
+        """Hold a forward of ``num_tokens`` tokens at its first attention, and run attention for the parent there."""
+        from vllm import SamplingParams
+
+        from rpadiag.engines.vllm_attention import serve_attention
+
+        with serve_attention(self._runner().get_model(), self._connection):
+            parameters = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+            self._llm.llm_engine.add_request("0", {"prompt_token_ids": [0] * num_tokens}, parameters)
+            while self._llm.llm_engine.has_unfinished_requests():
+                self._llm.llm_engine.step()
 
     # -- scoring -----------------------------------------------------------------------------------
 

