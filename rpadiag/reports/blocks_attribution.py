@@ -12,13 +12,14 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def attribution_block(run: Run, key: str) -> Block | None:
+def attribution_block(run: Run, key: str, *, alone: bool) -> Block | None:
+    """alone: the section is about this run, so its verdict stands in the headline already."""
     rows = run.attribution()
     if not len(rows):
         return None
     state = run.metrics.get("attribution") or {}
     verdict = run.verdict
-    told = [str(verdict["sentence"])] if verdict else []
+    told = [str(verdict["sentence"])] if verdict and not alone else []
     first = rows.iloc[0]
     about = (
         "Every forward is repeated with the embedding output moved by a random \u22121, 0 or +1 ULP per element. What survives the average over "

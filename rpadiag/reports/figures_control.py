@@ -104,18 +104,21 @@ def _ranges(
         "hoverinfo": "skip",
         "showlegend": False,
     }
-    marks = {
+    exact = value == 0
+    marks: dict[str, Any] = {
         "type": "scatter",
         "mode": "markers",
         "name": name,
         "x": [max(float(v), floor) for v in value],
         "y": [rows[p] + shift for p in known["point"]],
-        "marker": {
-            "size": 8,
-            "color": [LIGHT.panel if v == 0 else colour for v in value],
-            "line": {"color": colour, "width": 2},
-        },
+        "marker": {"size": 8, "color": colour, "line": {"color": colour, "width": 2}},
         "text": [f"{label(p)}: {number(v)}" for p, v in zip(known["point"], value, strict=True)],
         "hovertemplate": "%{text}<extra>" + name + "</extra>",
     }
-    return [bars, marks]
+    hollow = marks | {"showlegend": False, "marker": marks["marker"] | {"color": LIGHT.panel}}
+    return [bars, _some(marks, ~exact), _some(hollow, exact)]
+
+
+def _some(marks: dict[str, Any], chosen: np.ndarray) -> dict[str, Any]:
+    """The marks at the chosen rows."""
+    return marks | {k: [v for v, c in zip(marks[k], chosen, strict=True) if c] for k in ("x", "y", "text")}

@@ -302,7 +302,8 @@ def _panel_traces(rows: pd.DataFrame, i: int, point: str) -> list[dict[str, Any]
             traces.append(
                 {
                     "type": "scatter",
-                    "mode": "lines",
+                    "mode": "lines+markers",
+                    "marker": {"size": 5 if len(layers) <= 8 else 3, "color": colour},
                     "name": name,
                     "x": layers,
                     "y": values,

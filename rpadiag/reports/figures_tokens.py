@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MAX_POINTS = 2_500
-NUM_BINS = 61
+MIN_BINS, MAX_BINS = 15, 61
 RATIO_LOW, RATIO_HIGH = 0.8, 1.2
 
 
@@ -24,9 +24,10 @@ def logprob_histogram(key: str, scored: pd.DataFrame) -> Figure:
     """Share of tokens by d = p - q, prefill and decode apart; counts on a log axis so that tails show."""
     d = scored["d"].to_numpy()
     reach = max(1.05 * float(np.quantile(np.abs(d), 0.999)), 1e-6)
+    num_bins = min(MAX_BINS, max(MIN_BINS, 2 * math.isqrt(len(d)) + 1))  # odd: 0 falls mid-bin
     groups = [(str(s), g["d"].to_numpy()) for s, g in scored.groupby("source", sort=True)]
     groups.sort(key=lambda item: item[0] != "prefill")
-    data = [_distribution(source, values, reach, main=i == 0) for i, (source, values) in enumerate(groups)]
+    data = [_distribution(source, values, reach, num_bins, main=i == 0) for i, (source, values) in enumerate(groups)]
     exact = float(np.mean(d == 0))
     beyond = int(np.sum(np.abs(d) > reach))
     rows = [[s, count(len(v)), *_quantiles(v)] for s, v in groups]
@@ -61,9 +62,9 @@ def logprob_histogram(key: str, scored: pd.DataFrame) -> Figure:
     )
 
 
-def _distribution(source: str, values: np.ndarray, reach: float, *, main: bool) -> dict[str, Any]:
+def _distribution(source: str, values: np.ndarray, reach: float, num_bins: int, *, main: bool) -> dict[str, Any]:
     """Bars for the main source, a stepped outline for the other, so that both can be read where they overlap."""
-    centres, counts = pooling.histogram(values, NUM_BINS, reach)
+    centres, counts = pooling.histogram(values, num_bins, reach)
     trace: dict[str, Any] = {
         "name": f"{label(source)} (n = {count(len(values))})",
         "x": [round(float(c), 9) for c in centres],

@@ -22,9 +22,9 @@ TEMPLATES = Path(__file__).parent / "templates"
 def write_report(run_dirs: Sequence[Path], html_path: Path) -> Path:
     """Draw runs as one HTML file and return its path.
 
-    A comparison and the bisections of the same inputs share a section; any other runs get one each. Raises
-    NotComparableError where the only comparison and a bisection are of different inputs, InputError for a run that is not
-    complete or a file that cannot be written. The file appears whole or not at all.
+    A comparison and the bisections of the same inputs share a section; any other runs get one each. Tokens
+    that the rollout generated are not part of the inputs. Raises NotComparableError where the only comparison and a
+    bisection are of different inputs, InputError for a run that is not complete or a file that cannot be written. The file appears whole or not at all.
     """
     if not run_dirs:
         raise UsageError("no run to report", hint="rpadiag report RUN... --html FILE")
@@ -91,10 +91,24 @@ def _same(compare: Run, bisect: Run, *, only: bool) -> bool:
     try:
         check_same_inputs(compare, bisect)
     except NotComparableError:
+        if _same_but_for_generated_tokens(compare, bisect):
+            return True
         if only:
             raise
         return False
     return True
+
+
+def _same_but_for_generated_tokens(compare: Run, bisect: Run) -> bool:
+    """Whether a bisection scored the prompts of a comparison that also scored what the rollout generated after them."""
+    weights = [(r.manifest.get("weights") or {}).get("trainer") for r in (compare, bisect)]
+    return weights[0] == weights[1] and _prompt_tokens(compare) == _prompt_tokens(bisect)
+
+
+def _prompt_tokens(run: Run) -> dict[int, list[int]]:
+    columns = run.table("prompts", ["prompt", "num_prompt_tokens", "token_ids"]).to_pydict()
+    rows = zip(columns["prompt"], columns["num_prompt_tokens"], columns["token_ids"], strict=True)
+    return {prompt: ids[:n] for prompt, n, ids in rows}
 
 
 def _render(page: Sequence[Section]) -> str:

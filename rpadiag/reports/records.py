@@ -72,16 +72,11 @@ def _stack_words(stack: str, facts: Mapping[str, Any], manifest: Mapping[str, An
         words = [
             str(manifest.get("rollout_label") or f"{facts.get('engine', '')} {facts.get('vllm_version', '')}".strip())
         ]
-    for key, form in (
-        ("dtype", "{}"),
-        ("device", "{}"),
-        ("attention", "{} attention"),
-        ("attention_backend", "{} attention"),
-        ("compile_mode", "{}"),
-        ("mode", "{}"),
-    ):
-        if isinstance(facts.get(key), str) and facts[key]:
-            words.append(form.format(facts[key]))
+    words += [str(facts[k]) for k in ("dtype", "device") if facts.get(k)]
+    attention = facts.get("attention") or facts.get("attention_backend")
+    words.append(f"{attention} attention" if attention else "")
+    if "enforce_eager" in facts:
+        words.append("eager" if facts["enforce_eager"] else f"compiled ({facts.get('compile_mode')})")
     aligned = facts.get("aligned")
     if isinstance(aligned, Mapping):
         words.append(f"aligned: {', '.join(map(str, aligned.get('regions', [])))} to {aligned.get('contract')}")

@@ -117,12 +117,13 @@ def _blocks(main: Run, bisects: Sequence[Run], key: str) -> list[Block | None]:
     sites, tokens = main.sites(), main.tokens()
     compared = main.manifest.get("command") != "bisect"
     scored = pooling.scored_tokens(tokens)
+    where = blocks.sites_block(main, sites, key, compared=compared)
+    which = [
+        blocks_attribution.attribution_block(b, f"{key}-attribution{'' if i == 0 else i + 1}", alone=b is main)
+        for i, b in enumerate(bisects)
+    ]
     return [
-        blocks.sites_block(main, sites, key, compared=compared),
-        *(
-            blocks_attribution.attribution_block(b, f"{key}-attribution{'' if i == 0 else i + 1}")
-            for i, b in enumerate(bisects)
-        ),
+        *([where, *which] if compared else [*which, where]),
         blocks.logprob_block(scored, key),
         blocks.worst_block(tokens, scored, key),
         blocks.floors_block(main, key),

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from unit.reports.written_runs import write_bisect, write_compare
@@ -113,6 +114,31 @@ def test_comparison_and_bisection_of_other_weights_are_not_comparable(compare: P
     other = write_bisect(tmp_path / "bisect", weight="ff")
     with pytest.raises(NotComparableError, match="different weights"):
         write_report([compare, other], tmp_path / "r.html")
+
+
+def test_bisection_of_the_prompts_joins_a_comparison_that_also_generated(compare: Path, tmp_path: Path) -> None:
+    prompts_only = write_bisect(tmp_path / "bisect", generated=0)
+    page = write_report([compare, prompts_only], tmp_path / "r.html").read_text(encoding="utf-8")
+    assert page.count('<article class="section"') == 1
+    other_weights = write_bisect(tmp_path / "other", generated=0, weight="ff")
+    with pytest.raises(NotComparableError):
+        write_report([compare, other_weights], tmp_path / "r.html")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"spread": 0.0, "kind": "identical"},
+        {"spread": 60.0, "kind": "different computation"},
+        {"decoded": False},
+        {"num_layers": 1, "num_prompts": 1, "num_tokens": 2, "generated": 0},
+    ],
+    ids=["identical", "far apart", "no text", "one layer and one scored token"],
+)
+def test_extreme_runs_still_make_a_page(shape: dict[str, Any], tmp_path: Path) -> None:
+    page = write_report([write_compare(tmp_path / "run", **shape)], tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "NaN" not in json.dumps(figures_of(page))
+    assert ">nan<" not in without_scripts(page)
 
 
 def test_two_comparisons_get_a_section_each(compare: Path, tmp_path: Path) -> None:

@@ -51,8 +51,10 @@ def write_compare(
     prompt_text: str = "A prompt.",
     odd_word: str = " strange",
     weight: str = "0f",
+    spread: float = 1.0,
+    decoded: bool = True,
 ) -> Path:
-    """A complete compare run; ``odd_word`` is the token furthest apart, ``prompt_text`` the first prompt."""
+    """A complete compare run; ``spread`` scales every difference, without ``decoded`` there is no text; ``odd_word`` is the token furthest apart, ``prompt_text`` the first prompt."""
     rng = np.random.default_rng(7)
     options = {
         "model": "smollm2-135m",
@@ -81,11 +83,13 @@ def write_compare(
                 ]
             )
             columns = _token_columns(rng, prompt, ids, num_tokens, odd_word if prompt == 0 else None)
+            columns["p"] = columns["q"] + spread * (columns["p"] - columns["q"])
+            columns["text"] = columns["text"] if decoded else [None] * len(columns["text"])
             p_and_q.append((columns["p"], columns["q"]))
             owner.append(columns["prompt"])
             run.add_tokens(columns)
             for precision in ("model", "fp32"):
-                run.add_sites(_site_rows(prompt, precision, num_layers, num_tokens, rng))
+                run.add_sites(_site_rows(prompt, precision, num_layers, num_tokens, rng, spread))
         p, q = (np.concatenate(side) for side in zip(*p_and_q, strict=True))
         metrics = logprob_metrics(p, q, sequence_ids=np.concatenate(owner), p_argmax=p, q_argmax=p)
         run.set_metrics({"logprob": {"all": metrics, "prefill": metrics, "decode": metrics}, "floors": _floors(len(p))})
@@ -117,7 +121,7 @@ def write_compare(
 
 
 def _token_ids(prompt: int, n: int) -> list[int]:
-    return [int(i) for i in np.random.default_rng(100 + prompt).integers(0, len(WORDS), n)]
+    return [int(i) for i in np.random.default_rng(100 + prompt).integers(0, len(WORDS), 512)[:n]]
 
 
 def _token_columns(
@@ -144,7 +148,7 @@ def _token_columns(
 
 
 def _site_rows(
-    prompt: int, precision: str, num_layers: int, num_tokens: int, rng: np.random.Generator
+    prompt: int, precision: str, num_layers: int, num_tokens: int, rng: np.random.Generator, spread: float
 ) -> list[dict[str, Any]]:
     rows = []
     for site in all_sites(num_layers, qk_norm=False):
@@ -155,6 +159,7 @@ def _site_rows(
         local = (0.6 if point.endswith("norm") or "rope" in point else 0.3) if fp32 else LOCAL_SHARE.get(point, 0.0)
         local *= 1 + 0.05 * rng.standard_normal()
         total = 0.0 if point == "embed" else max(local, 0.93 - 0.72 * float(np.exp(-3.0 * (depth + 0.3) / num_layers)))
+        local, total = (local, total) if spread else (0.0, 0.0)
         scale = 1e-5 if fp32 else 1.0
         row: dict[str, Any] = {
             "prompt": prompt, "precision": precision, "source": "prefill", "layer": layer, "site": site, "point": point, "region": POINTS[point].region,
