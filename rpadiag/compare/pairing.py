@@ -21,7 +21,7 @@ from rpadiag.bits import UlpStats, to_numpy_bits, ulp_stats
 from rpadiag.compare.aggregate import Aggregate
 from rpadiag.compare.verdict import PositionCheck
 from rpadiag.errors import CaptureError
-from rpadiag.sites import inputs_of, region_of, split_site
+from rpadiag.sites import region_of, split_site
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +60,7 @@ class Trainer(Protocol):
         sites: Sequence[str] = (),
         on_site: Callable[[str, torch.Tensor], None] | None = None,
     ) -> Any: ...
+    def reads(self, site: str) -> tuple[str, ...]: ...
     def replay(
         self,
         site: str,
@@ -87,14 +88,13 @@ class SequencePair:
 class Pairing:
     """Compares sequences one after another; keeps only pooled statistics.
 
-    precision: ``model`` (the run's dtype) or ``fp32`` (the control). num_layers: of the model.
+    precision: ``model`` (the run's dtype) or ``fp32`` (the control).
     sites: the sites to compare, in execution order.
     """
 
-    def __init__(self, trainer: Trainer, *, sites: Sequence[str], num_layers: int, precision: str) -> None:
+    def __init__(self, trainer: Trainer, *, sites: Sequence[str], precision: str) -> None:
         self.trainer = trainer
         self.sites = list(sites)
-        self.num_layers = num_layers
         self.precision = precision
         self.aggregate = Aggregate()
         for site in self.sites:
@@ -123,7 +123,7 @@ class Pairing:
         return scores, self._rows(pair, totals, locals_, reasons)
 
     def _local(self, site: str, pair: SequencePair, reader: _InputCache, present: set[str]) -> dict[str, UlpStats]:
-        inputs = inputs_of(site, present, num_layers=self.num_layers)
+        inputs = self.trainer.reads(site)
         if not inputs:
             raise _NoLocal("reads no captured site; its total is what it makes itself")
         missing = [s for s in inputs if s not in present]

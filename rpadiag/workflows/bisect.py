@@ -142,7 +142,7 @@ def _local_picture(options: BisectOptions, inputs: Inputs, run: RunWriter) -> di
                 scores=scored,
             )
             scores.append(scored)
-    pairing = Pairing(inputs.trainer, sites=sites, num_layers=inputs.facts.num_layers, precision="model")
+    pairing = Pairing(inputs.trainer, sites=sites, precision="model")
     bundle = open_bundle(directory)
     for number, sequence in enumerate(chosen):
         pair = SequencePair(

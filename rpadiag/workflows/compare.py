@@ -22,7 +22,7 @@ from rpadiag.compare.pairing import Pairing, SequencePair, check_positions
 from rpadiag.compare.verdict import Control, Evidence, decide
 from rpadiag.findings import Verdict
 from rpadiag.runs import RunWriter, create_run
-from rpadiag.sites import inputs_of, match_sites
+from rpadiag.sites import match_sites
 from rpadiag.workflows.compare_rows import prompt_row, token_columns
 from rpadiag.workflows.control import fp32_control
 from rpadiag.workflows.floors import measure_floors
@@ -34,6 +34,7 @@ from rpadiag.workflows.rollout import Rollout, start_rollout
 if TYPE_CHECKING:
     from rpadiag.engines.base import TokenScores, TokenSequence
     from rpadiag.engines.trainer import TrainerEngine
+    from rpadiag.engines.vllm import VllmEngine
 
 PrepareTrainer = Callable[["TrainerEngine"], None]
 
@@ -64,6 +65,13 @@ class _Scored:
         decode = np.concatenate([np.arange(1, len(t.token_ids)) >= t.num_prompt_tokens for t in self.sequences])
         return p, q, ids, decode
 
+    def argmaxes(self) -> tuple[np.ndarray, np.ndarray]:
+        """Most likely token of the trainer and of the rollout, for every scored token."""
+        return (
+            np.concatenate([s.argmax for s in self.trainer]),
+            np.concatenate([s.argmax for s in self.rollout]),
+        )
+
 
 def run_compare(
     options: CompareOptions,
@@ -72,12 +80,14 @@ def run_compare(
     given: Mapping[str, Any] | None = None,
     prepare_trainer: PrepareTrainer | None = None,
     rollout_overrides: Mapping[str, Any] | None = None,
+    running: VllmEngine | None = None,
 ) -> Comparison:
     """Compare the stacks and write ``options.run``.
 
     given: the options the user set, for the manifest. prepare_trainer: called with every trainer engine after it is
     loaded (model dtype and FP32), for trainers that rpadiag does not build itself: synced weights, patched modules.
     rollout_overrides: configuration entries that the rollout engine is started with in place of the checkpoint's.
+    running: a started engine of this model to use and leave running, for many comparisons without as many starts.
     Raises RpadiagError for anything the user can mend; the run directory then says ``failed``.
     """
     with (
@@ -90,11 +100,13 @@ def run_compare(
         chosen = match_sites(options.sites, list(inputs.facts.sites))
         alignment = _align(options, inputs, stack)
         with progress.stage(f"start {options.rollout} engine"):
-            rollout = stack.enter_context(start_rollout(options, inputs, run, overrides=rollout_overrides))
+            rollout = stack.enter_context(
+                start_rollout(options, inputs, run, overrides=rollout_overrides, running=running)
+            )
         differing = _check_weights(run, inputs, rollout)
         if differing:
             return _stop_incomparable(run, inputs, rollout, options, differing)
-        pairing = Pairing(inputs.trainer, sites=chosen, num_layers=inputs.facts.num_layers, precision="model")
+        pairing = Pairing(inputs.trainer, sites=chosen, precision="model")
         scored = _compare_all(options, inputs, rollout, pairing, run, progress)
         floors = measure_floors(inputs, rollout, scored.sequences, scored.trainer, scored.rollout, progress)
         control = fp32_control(
@@ -227,7 +239,7 @@ def with_inputs(sites: Sequence[str], inputs: Inputs) -> list[str]:
     have = list(inputs.facts.sites)
     needed = set(sites)
     for site in sites:
-        needed.update(inputs_of(site, have, num_layers=inputs.facts.num_layers))
+        needed.update(inputs.trainer.reads(site))
     return [s for s in have if s in needed and s != "logprob"]
 
 
@@ -241,9 +253,10 @@ def _conclude(
     control: Control,
 ) -> Comparison:
     p, q, ids, decode = scored.columns()
-    metrics = logprob_metrics(p, q, sequence_ids=ids)
+    ours, theirs = scored.argmaxes()
+    metrics = logprob_metrics(p, q, sequence_ids=ids, p_argmax=ours, q_argmax=theirs)
     by_source = {
-        name: logprob_metrics(p[mask], q[mask], sequence_ids=ids[mask])
+        name: logprob_metrics(p[mask], q[mask], sequence_ids=ids[mask], p_argmax=ours[mask], q_argmax=theirs[mask])
         for name, mask in (("prefill", ~decode), ("decode", decode))
         if mask.any()
     }

@@ -39,9 +39,19 @@ def default_preset(device: str, dtype: str) -> str:
 
 @contextmanager
 def start_rollout(
-    options: CompareOptions, inputs: Inputs, run: RunWriter, *, overrides: Mapping[str, Any] | None = None
+    options: CompareOptions,
+    inputs: Inputs,
+    run: RunWriter,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    running: VllmEngine | None = None,
 ) -> Iterator[Rollout]:
-    """The engine, stopped on leaving."""
+    """The engine, stopped on leaving; one that is already ``running`` on this model is brought to the dtype and left running."""
+    if running is not None:
+        if running.manifest()["dtype"] != inputs.dtype:
+            running.reload(dtype=inputs.dtype)
+        yield _vllm(running)
+        return
     if options.rollout == "emulated":
         from rpadiag.engines.emulated import EmulatedEngine
 
@@ -62,5 +72,9 @@ def start_rollout(
         enforce_eager=options.mode == "eager",
         max_model_len=longest + 1,
     ) as engine:
-        version = engine.manifest().get("vllm_version", "")
-        yield Rollout(engine=engine, label=f"vLLM {version}".strip(), real=True)
+        yield _vllm(engine)
+
+
+def _vllm(engine: VllmEngine) -> Rollout:
+    version = engine.manifest().get("vllm_version", "")
+    return Rollout(engine=engine, label=f"vLLM {version}".strip(), real=True)

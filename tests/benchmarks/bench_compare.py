@@ -109,7 +109,7 @@ def main() -> None:
                     trainer.forward(sequence.token_ids)
 
             def compared() -> None:
-                pairing = Pairing(trainer, sites=sites, num_layers=trainer.facts.num_layers, precision="model")
+                pairing = Pairing(trainer, sites=sites, precision="model")
                 captured = [s for s in sites if s != "logprob"]
                 scratch = Path(tmp) / "scratch"
                 for result, capture in captured_one_by_one(
