@@ -177,7 +177,8 @@ class VllmEngine:
         num_generate: let vLLM sample this many tokens after each sequence, past any end-of-text token.
         together: all sequences in one packed batch; else one call each, which does not depend on the others.
         temperature: of sampling only; the scores are those of temperature 1.
-        seed: of sampling; sequence i uses seed + i. By default the engine's.
+        seed: of sampling; sequence i uses seed + i, except that a CPU samples a packed batch from one seed. By default
+            the engine's.
         bundle_dir: new directory; None keeps no captures. on_finished: called with each index as it finishes.
         """
         if not sequences:

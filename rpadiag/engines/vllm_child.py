@@ -104,6 +104,8 @@ class Child:
         except BaseException:
             self.kill()
             raise
+        if "failed" in message:
+            raise self._died(message["failed"])
         return message
 
     def close(self) -> None:
@@ -117,17 +119,18 @@ class Child:
         """End the child and whatever it started, at once."""
         self._kill()
 
-    def _died(self) -> EngineError:
+    def _died(self, reason: str | None = None) -> EngineError:
+        """What the end of the child looks like from here; ``reason`` is the exception it named."""
         try:
             code = self._child.wait(STOP_S)
         except subprocess.TimeoutExpired:
             code = 0
         self.kill()
-        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with code {code}"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         log = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
         tail = [line for line in log if line.strip()][-LOG_TAIL_LINES:]
         return EngineError(
-            f"the vLLM process {how}",
+            f"vLLM failed: {reason.splitlines()[0]}" if reason else f"the vLLM process {how}",
             detail="\n".join([f"last lines of {self.log_path}:", *tail]),
             hint=_hint(code, "\n".join(tail)),
         )

@@ -1,7 +1,7 @@
 """The process that hosts vLLM: commands in and replies out as JSON over one connection, tensors on disk.
 
-An :class:`rpadiag.errors.RpadiagError` is sent back and the process goes on; any other exception ends the process,
-its traceback in the log that the parent quotes.
+An :class:`rpadiag.errors.RpadiagError` is sent back and the process goes on; any other exception is sent back too, and
+ends the process, its traceback in the log that the parent quotes.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import dataclasses
 import gc
 import json
 import os
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -50,6 +52,11 @@ def main(descriptor: int, parent: int) -> NoReturn:
             reply: dict[str, Any] = {"result": result}
         except RpadiagError as error:
             reply = {"error": [type(error).__name__, error.message, error.detail, error.hint]}
+        except Exception as error:
+            traceback.print_exc()
+            sys.stderr.flush()
+            connection.send_bytes(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
+            os._exit(1)
         connection.send_bytes(json.dumps(reply).encode())
 
 
@@ -66,6 +73,7 @@ class Host:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._llm: Any = None
+        self._device = "cpu"
         self._delivered: dict[str, str] = {}
 
     # -- commands ----------------------------------------------------------------------------------
@@ -89,6 +97,7 @@ class Host:
         tokens = min(max_model_len or DEFAULT_MAX_MODEL_LEN, facts.max_positions + 1) - 1
         given = {**_sized(arguments, facts, tokens), "worker_extension_cls": EXTENSION}
         self._unload()
+        self._device = device
         with self._digesting():
             self._llm = LLM(model=model, **given)
         config = self._llm.llm_engine.vllm_config
@@ -158,9 +167,13 @@ class Host:
 
         So every token of a sequence is fed, and each site has one row per token.
         """
+        import torch
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        # On a CPU a request's own generator dies in a prompt that is split over steps, so there the seed is global.
+        own_seeds = num_generate > 0 and temperature > 0 and self._device != "cpu"
+        torch.manual_seed(seed + min(group))
         engine = self._llm.llm_engine
         for index, sequence in group.items():
             ids = sequence["token_ids"]
@@ -168,7 +181,7 @@ class Host:
             parameters = SamplingParams(
                 max_tokens=num_generate + 1,
                 temperature=temperature if num_generate else 0.0,
-                seed=seed + index if num_generate and temperature > 0 else None,
+                seed=seed + index if own_seeds else None,
                 logprobs=0,
                 prompt_logprobs=0,
                 ignore_eos=True,

@@ -24,7 +24,7 @@ from rpadiag.engines.bundle import BundleCapture, open_bundle
 from rpadiag.engines.digests import check_same_weights
 from rpadiag.engines.scoring import score_logits
 from rpadiag.engines.vllm import RolloutResult, VllmEngine
-from rpadiag.errors import CaptureError, InputError, UsageError
+from rpadiag.errors import InputError, UsageError
 
 pytestmark = pytest.mark.vllm
 LIMIT = 200
@@ -50,8 +50,14 @@ def engine(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 @pytest.fixture
 def llama(engine: VllmEngine, tiny: Callable[[str], Path]) -> VllmEngine:
     """The engine with the Llama checkpoint in BF16, whatever the test before loaded."""
-    if engine.manifest()["model"] != str(tiny("llama")) or engine.manifest()["dtype"] != "bfloat16":
-        engine.reload(model=tiny("llama"), dtype="bfloat16")
+    manifest = engine.manifest()
+    as_started = (manifest["model"], manifest["dtype"], manifest["max_model_len"]) == (
+        str(tiny("llama")),
+        "bfloat16",
+        LIMIT + 1,
+    )
+    if not as_started or "hf_overrides" in manifest["arguments"]:
+        engine.reload(model=tiny("llama"), dtype="bfloat16", max_model_len=LIMIT + 1, hf_overrides=None)
     return engine
 
 
@@ -236,7 +242,6 @@ def test_hf_overrides_reach_the_model(llama: VllmEngine) -> None:
     llama.reload(hf_overrides={"rms_norm_eps": 0.5})
     changed = llama.score(SEQUENCES[:1])
     facts, manifest = llama.facts, llama.manifest()
-    llama.reload(hf_overrides=None)
     assert facts.rms_eps == 0.5 and manifest["arguments"]["hf_overrides"] == {"rms_norm_eps": 0.5}
     assert not same_scores(plain[0], changed[0])
 
@@ -274,7 +279,6 @@ def test_the_models_own_limit_can_be_filled(llama: VllmEngine) -> None:
     llama.reload(max_model_len=10_000)
     (result,) = llama.score([sequence(512)])
     assert len(result.scores) == 511 and llama.manifest()["max_model_len"] == 513
-    llama.reload(max_model_len=LIMIT + 1)
 
 
 def test_a_token_outside_the_vocabulary_is_named(llama: VllmEngine) -> None:
@@ -298,6 +302,24 @@ def test_a_bundle_that_cannot_be_written_is_an_error_and_the_engine_goes_on(llam
     assert len(llama.score(SEQUENCES)) == len(SEQUENCES)
 
 
+def test_the_attention_operator_gives_what_the_forward_got(llama: VllmEngine, tmp_path: Path) -> None:
+    given = sequence(40)
+    llama.score([given], sites=llama.facts.sites, bundle_dir=tmp_path / "b")
+    capture = open_bundle(tmp_path / "b").capture(0)
+    with llama.attention(40) as attend:
+        for layer in (1, 0, 1):
+            qkv = [capture.read(f"layers.{layer}.{p}") for p in ("q_rope", "k_rope", "v")]
+            assert torch.equal(attend(layer, *qkv), capture.read(f"layers.{layer}.attn"))
+    with pytest.raises(UsageError, match="49 tokens does not fit in one step of 48"), llama.attention(49):
+        pass
+    assert len(llama.score([given])) == 1
+
+
+def test_progress_names_each_sequence_as_it_finishes(llama: VllmEngine) -> None:
+    finished: list[int] = []
+    llama.score(SEQUENCES, on_finished=finished.append)
+    assert finished == [0, 1, 2, 3]
+
+
 def test_nothing_to_score_is_nothing(llama: VllmEngine) -> None:
     assert llama.score([]) == []
-    assert CaptureError is not None
