@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from rpadiag.engines.base import TokenSequence
+from rpadiag.engines.borrowed import borrowed_attention
 from rpadiag.engines.bundle import Bundle, open_bundle
+from rpadiag.engines.merged import merged_projections
 from rpadiag.engines.trainer import TrainerEngine
 from rpadiag.engines.vllm import VllmEngine
-from rpadiag.engines.vllm_attention import vllm_cpu_attention
 from rpadiag.regions.align import align
 from rpadiag.regions.presets import vllm_cpu_preset
 from rpadiag.sites import region_of
@@ -39,21 +40,29 @@ def trainer(smollm2: Path) -> Iterator[TrainerEngine]:
 
 
 @pytest.fixture(scope="module")
-def captured(smollm2: Path, trainer: TrainerEngine, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+def engine(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
+    log = tmp_path_factory.mktemp("full") / "vllm.log"
+    with VllmEngine.start(smollm2, dtype="bfloat16", log_path=log, max_model_len=64) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def captured(engine: VllmEngine, trainer: TrainerEngine, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """Two prompts, every site, from the real engine."""
-    directory = tmp_path_factory.mktemp("full")
+    directory = tmp_path_factory.mktemp("full") / "bundle"
     sequences = []
     for index, text in enumerate(TEXTS):
         ids = tuple(trainer.tokenizer(text)["input_ids"])
         sequences.append(TokenSequence(prompt=index, token_ids=ids, num_prompt_tokens=len(ids)))
     sites = [s for s in trainer.facts.sites if s != "logprob"]
-    with VllmEngine.start(smollm2, dtype="bfloat16", log_path=directory / "vllm.log", max_model_len=128) as engine:
-        engine.score(sequences, sites=sites, bundle_dir=directory / "bundle")
-    return open_bundle(directory / "bundle")
+    engine.score(sequences, sites=sites, bundle_dir=directory)
+    return open_bundle(directory)
 
 
-def divergence(trainer: TrainerEngine, bundle: Bundle) -> tuple[str | None, np.ndarray]:
-    """First site with any differing element, and |d| of every logprob."""
+def divergence(
+    trainer: TrainerEngine, bundle: Bundle, engine: VllmEngine, *, without: str | None = None
+) -> tuple[str | None, np.ndarray]:
+    """First site with any differing element, and |d| of every logprob, with all regions but one aligned."""
     first: str | None = None
     differences = []
     for index, sequence in enumerate(bundle.sequences):
@@ -65,7 +74,8 @@ def divergence(trainer: TrainerEngine, bundle: Bundle) -> tuple[str | None, np.n
                 found.append(site)
 
         sites = [s for s in trainer.facts.sites if s != "logprob"]
-        scores = trainer.forward(sequence.token_ids, sites=sites, on_site=on_site)
+        with aligned(trainer, engine, len(sequence.token_ids), without=without):
+            scores = trainer.forward(sequence.token_ids, sites=sites, on_site=on_site)
         assert capture.scores is not None
         differences.append(np.abs(scores.logprob - capture.scores.logprob))
         first = first or (found[0] if found else None)
@@ -73,38 +83,38 @@ def divergence(trainer: TrainerEngine, bundle: Bundle) -> tuple[str | None, np.n
 
 
 @contextlib.contextmanager
-def aligned(trainer: TrainerEngine, *, without: str | None = None) -> Iterator[None]:
+def aligned(trainer: TrainerEngine, engine: VllmEngine, num_tokens: int, *, without: str | None) -> Iterator[None]:
     regions = tuple(r for r in REGIONS if r != without)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(merged_projections(trainer.model))
         if without != "attention":
-            stack.enter_context(vllm_cpu_attention(trainer.model))
+            stack.enter_context(borrowed_attention(trainer.model, stack.enter_context(engine.attention(num_tokens))))
         stack.enter_context(align(trainer.model, regions=regions, contract=vllm_cpu_preset("bfloat16")))
         yield
 
 
 def test_fully_aligned_transformers_equals_the_vllm_engine_to_the_last_bit(
-    trainer: TrainerEngine, captured: Bundle
+    trainer: TrainerEngine, captured: Bundle, engine: VllmEngine
 ) -> None:
-    with aligned(trainer):
-        first, differences = divergence(trainer, captured)
+    first, differences = divergence(trainer, captured, engine)
     assert first is None
     assert len(differences) > 40
     assert (differences == 0.0).all()
 
 
 @pytest.mark.parametrize("left_out", ["rope", "rmsnorm", "attention"])
-def test_a_region_left_out_is_the_first_to_diverge(trainer: TrainerEngine, captured: Bundle, left_out: str) -> None:
-    with aligned(trainer, without=left_out):
-        first, differences = divergence(trainer, captured)
+def test_a_region_left_out_is_the_first_to_diverge(
+    trainer: TrainerEngine, captured: Bundle, engine: VllmEngine, left_out: str
+) -> None:
+    first, differences = divergence(trainer, captured, engine, without=left_out)
     assert first is not None
     assert region_of(first) == left_out
     assert differences.mean() > 1e-3
 
 
 def test_swiglu_is_the_same_on_both_stacks_so_leaving_it_out_changes_nothing(
-    trainer: TrainerEngine, captured: Bundle
+    trainer: TrainerEngine, captured: Bundle, engine: VllmEngine
 ) -> None:
-    with aligned(trainer, without="swiglu"):
-        first, differences = divergence(trainer, captured)
+    first, differences = divergence(trainer, captured, engine, without="swiglu")
     assert first is None
     assert (differences == 0.0).all()
