@@ -1,0 +1,228 @@
+"""Records what vLLM's CUDA kernels follow, and whether a trainer aligned to that reproduces its logprobs. Needs a GPU.
+
+    python tests/gpu/record_vllm.py --out kernels/results/vllm-cuda.json [--model DIR] [--generate 64] [--skip-compiled]
+
+Steps, each timed and each kept when a later one fails: (1) eager vLLM samples a continuation of the demo prompts and rescores it as
+prompts, every site captured; (2) the contract of every region and layer is fingerprinted from that capture; (3) the trainer
+is aligned to the fingerprint, with merged projections and vLLM's own attention, and held against vLLM's prompt logprobs;
+(4) one region at a time is left out; (5) compiled vLLM scores the same tokens and the aligned trainer is held against it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rpadiag.engines.base import TokenSequence
+from rpadiag.engines.borrowed import borrowed_attention
+from rpadiag.engines.bundle import open_bundle
+from rpadiag.engines.merged import merged_projections
+from rpadiag.engines.trainer import TrainerEngine
+from rpadiag.engines.vllm import VllmEngine
+from rpadiag.regions.align import align
+from rpadiag.sites import region_of
+from rpadiag.workflows.fingerprint import run_fingerprint
+from rpadiag.workflows.inputs import resolve_model
+from rpadiag.workflows.options import FingerprintOptions
+
+REGIONS = ("rope", "swiglu", "rmsnorm")
+PACKAGES = ("torch", "triton", "transformers", "vllm")
+
+
+def statistics(p: np.ndarray, q: np.ndarray) -> dict[str, float]:
+    """Of d = p - q in nats, float64: mean and largest |d|, share of exact tokens, k3 = mean(exp(d) - 1 - d)."""
+    d = p.astype(np.float64) - q.astype(np.float64)
+    return {
+        "mean_abs_d": float(np.abs(d).mean()),
+        "max_abs_d": float(np.abs(d).max()),
+        "exact_share": float((d == 0).mean()),
+        "k3_kl": float((np.expm1(d) - d).mean()),
+        "num_tokens": len(d),
+    }
+
+
+class Recorder:
+    """The results file, written after every step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.content: dict[str, Any] = {
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "versions": {p: version(p) for p in PACKAGES} | {"cuda": torch.version.cuda},
+            "command": "python tests/gpu/record_vllm.py --out kernels/results/vllm-cuda.json",
+        }
+
+    @contextlib.contextmanager
+    def step(self, name: str) -> Iterator[dict[str, Any]]:
+        found: dict[str, Any] = {}
+        began = time.monotonic()
+        try:
+            yield found
+        except Exception as error:
+            found["error"] = f"{type(error).__name__}: {error}"[:2000]
+            traceback.print_exc()
+        found["wall_s"] = round(time.monotonic() - began, 1)
+        self.content[name] = found
+        self.path.write_text(json.dumps(self.content, indent=1) + "\n")
+        print(name, json.dumps(found)[:1500], flush=True)
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def trainer_scores(
+    trainer: TrainerEngine,
+    engine: VllmEngine | None,
+    bundle: Any,
+    *,
+    contract: Any,
+    regions: Sequence[str],
+    own_attention: bool,
+) -> tuple[np.ndarray, str | None]:
+    """Trainer logprobs over all sequences, and the first site that differs from the capture."""
+    out, first = [], None
+    for index, sequence in enumerate(bundle.sequences):
+        capture = bundle.capture(index)
+        differing: list[str] = []
+
+        def on_site(site: str, tensor: torch.Tensor, capture: Any = capture, differing: list[str] = differing) -> None:
+            if not differing and not torch.equal(tensor.cpu(), capture.read(site)[: len(tensor)]):
+                differing.append(site)
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(merged_projections(trainer.model))
+            if engine is not None and not own_attention:
+                attend = stack.enter_context(engine.attention(len(sequence.token_ids)))
+                stack.enter_context(borrowed_attention(trainer.model, attend))
+            if regions:
+                stack.enter_context(align(trainer.model, regions=regions, contract=contract))
+            sites = [s for s in capture.sites if s in trainer.facts.sites and s != "logprob"]
+            out.append(trainer.forward(sequence.token_ids, sites=sites, on_site=on_site).logprob)
+        first = first or (differing[0] if differing else None)
+    return np.concatenate(out), first
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--generate", type=int, default=64)
+    parser.add_argument("--compiled-contract", default="vllm-compiled")
+    parser.add_argument("--skip-compiled", action="store_true")
+    args = parser.parse_args()
+    record = Recorder(args.out)
+    model = resolve_model(args.model)
+    trainer = TrainerEngine.load(model, dtype="bfloat16", device=args.device)
+    prompts = [json.loads(line) for line in (files("rpadiag") / "data" / "demo_prompts.jsonl").read_text().splitlines()]
+    texts = [p.get("prompt") or " ".join(m["content"] for m in p["messages"]) for p in prompts]
+    ids = [tuple(trainer.tokenizer(t)["input_ids"]) for t in texts]
+    sequences = [TokenSequence(prompt=i, token_ids=x, num_prompt_tokens=len(x)) for i, x in enumerate(ids)]
+    length = max(len(x) for x in ids) + args.generate + 8
+    sites = [s for s in trainer.facts.sites if s != "logprob"]
+    with tempfile.TemporaryDirectory() as tmp:
+        home = Path(tmp)
+        with VllmEngine.start(
+            model, dtype="bfloat16", device=args.device, log_path=home / "eager.log", max_model_len=length
+        ) as engine:
+            eager(record, args, engine, trainer, sequences, sites, home)
+        if not args.skip_compiled:
+            compiled(record, args, model, trainer, home, length)
+
+
+def eager(
+    record: Recorder, args: Any, engine: VllmEngine, trainer: TrainerEngine, sequences: Any, sites: Any, home: Path
+) -> None:
+    """Steps 1 to 4."""
+    with record.step("eager_capture") as found:
+        sampled = engine.score(sequences, num_generate=args.generate)
+        whole = [
+            TokenSequence(
+                prompt=r.sequence.prompt, token_ids=r.sequence.token_ids, num_prompt_tokens=len(r.sequence.token_ids)
+            )
+            for r in sampled
+        ]
+        rescored = engine.score(whole, sites=sites, bundle_dir=home / "eager")
+        q = np.concatenate([r.scores.logprob for r in rescored])
+        found["num_sites"] = len(sites)
+        found["weights_equal"] = engine.weight_digests() == trainer.weight_digests()
+        manifest = engine.manifest()
+        found["engine"] = {
+            k: manifest.get(k) for k in ("vllm_version", "attention_backend", "compile_mode", "arguments", "env")
+        }
+        starts = [s.num_prompt_tokens - 1 for s in sequences]
+        a = np.concatenate([r.scores.logprob[n:] for r, n in zip(sampled, starts, strict=True)])
+        b = np.concatenate([r.scores.logprob[n:] for r, n in zip(rescored, starts, strict=True)])
+        found["sampled_against_rescored"] = statistics(a, b)
+    bundle = open_bundle(home / "eager")
+    with record.step("eager_unaligned") as found:
+        p, first = trainer_scores(trainer, None, bundle, contract=None, regions=(), own_attention=True)
+        found |= statistics(p, q) | {"first_divergent": first}
+    with record.step("eager_fingerprint") as found:
+        options = FingerprintOptions(target=str(home / "eager"), device=args.device, output=home / "fingerprint.json")
+        result = run_fingerprint(options)
+        found["findings"] = [f.text for f in result.findings]
+        found["regions"] = result.content.get("regions")
+    contract = home / "fingerprint.json"
+    with record.step("eager_aligned") as found:
+        p, first = trainer_scores(trainer, engine, bundle, contract=contract, regions=REGIONS, own_attention=False)
+        found |= statistics(p, q) | {"first_divergent": first}
+    for left_out in (*REGIONS, "attention"):
+        with record.step(f"eager_without_{left_out}") as found:
+            regions = tuple(r for r in REGIONS if r != left_out)
+            p, first = trainer_scores(
+                trainer, engine, bundle, contract=contract, regions=regions, own_attention=left_out == "attention"
+            )
+            found |= statistics(p, q) | {"first_divergent": first, "first_region": region_of(first) if first else None}
+    np.save(home / "eager_q.npy", q)
+
+
+def compiled(record: Recorder, args: Any, model: str, trainer: TrainerEngine, home: Path, length: int) -> None:
+    """Step 5: attention is eager vLLM's, since a compiled engine cannot lend it."""
+    whole = list(open_bundle(home / "eager").sequences)
+    with record.step("compiled_capture") as found:
+        with VllmEngine.start(
+            model,
+            dtype="bfloat16",
+            device=args.device,
+            log_path=home / "c.log",
+            max_model_len=length,
+            enforce_eager=False,
+        ) as engine:
+            manifest = engine.manifest()
+            seen = manifest.get("observable_points") or ["q_rope", "k_rope", "v", "attn"]
+            sites = [s for s in trainer.facts.sites if s.rsplit(".", 1)[-1] in seen and s != "logprob"]
+            scored = engine.score(whole, sites=sites, bundle_dir=home / "compiled")
+            found["engine"] = {k: manifest.get(k) for k in ("compile_mode", "cudagraph_mode", "attention_backend")}
+        q = np.concatenate([r.scores.logprob for r in scored])
+        found["against_eager"] = statistics(np.load(home / "eager_q.npy"), q)
+    bundle = open_bundle(home / "compiled")
+    with VllmEngine.start(
+        model, dtype="bfloat16", device=args.device, log_path=home / "e2.log", max_model_len=length
+    ) as engine:
+        for name in (args.compiled_contract, "vllm-eager", "hf-eager"):
+            with record.step(f"compiled_aligned_to_{name}") as found:
+                p, first = trainer_scores(trainer, engine, bundle, contract=name, regions=REGIONS, own_attention=False)
+                found |= statistics(p, q) | {"first_divergent": first}
+
+
+if __name__ == "__main__":
+    main()
