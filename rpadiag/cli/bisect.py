@@ -8,7 +8,7 @@ import typer
 
 from rpadiag.cli import options as shared
 from rpadiag.cli.bars import progress_on_stderr
-from rpadiag.cli.compare import answer
+from rpadiag.cli.compare import answer, leave
 from rpadiag.cli.output import hint, interruptible, number, percent, print_findings, print_json, print_table, say
 from rpadiag.sites import ALIGNABLE_REGIONS
 from rpadiag.workflows.options import DEFAULT_CONTRACT, BisectOptions
@@ -16,6 +16,7 @@ from rpadiag.workflows.options import DEFAULT_CONTRACT, BisectOptions
 if TYPE_CHECKING:
     from rpadiag.runs.reader import Run
 
+DESIGNS = ("each", "only", "all", "self")
 COLUMNS = ("design", "region", "systematic_sq", "systematic_sq_se", "chaotic_rms", "local_differing", "detectable")
 
 
@@ -75,6 +76,7 @@ def bisect(
     else:
         show(finished)
     hint(f"rpadiag report {run} --html {run}.html")
+    leave(finished)
 
 
 def show(run: Run) -> None:
@@ -84,18 +86,26 @@ def show(run: Run) -> None:
         say(verdict["sentence"], style="bold")
         say()
     print_findings(run.findings)
+    found = run.table("attribution", COLUMNS).to_pylist()
+    found.sort(key=lambda row: (DESIGNS.index(row["design"]), -row["systematic_sq"]))
     rows = [
         (
-            row["region"] if row["design"] == "each" else row["design"],
+            _name(row["design"], row["region"]),
             f"{row['systematic_sq']:.2e}",
             f"{row['systematic_sq_se']:.1e}",
             number(row["chaotic_rms"]),
             percent(row["local_differing"]),
             "yes" if row["detectable"] else "no",
         )
-        for row in run.table("attribution", COLUMNS).to_pylist()
+        for row in found
     ]
-    header = ("region", "systematic, nats²", "± s.e.", "chaotic rms, nats", "made locally", "above zero")
-    print_table("Attribution: mean square that aligning the region would remove", header, rows)
+    header = ("trainer", "systematic, nats²", "± s.e.", "chaotic rms, nats", "made locally", "above zero")
+    print_table("Attribution: systematic distance from the trainer with every region aligned", header, rows)
     say()
     say(f"run: {run.path}")
+
+
+def _name(design: str, region: str) -> str:
+    """What was scored in that row, against the trainer with every region aligned."""
+    names = {"each": f"{region} not aligned", "only": f"only {region} aligned", "all": "none aligned"}
+    return names.get(design, "self-control")

@@ -120,7 +120,12 @@ def compare(
     else:
         show(finished)
     hint(f"rpadiag report {run} --html {run}.html")
-    if finished.verdict is not None and finished.verdict["kind"] == "not comparable":
+    leave(finished)
+
+
+def leave(run: Run) -> None:
+    """Leave with 2 when the run's verdict is that there is no answer; its numbers are written all the same."""
+    if run.verdict is not None and run.verdict["kind"] in ("not comparable", "inconclusive"):
         raise typer.Exit(EXIT_UNANSWERABLE)
 
 
@@ -159,7 +164,13 @@ def _show_floors(floors: list[dict[str, Any]]) -> None:
     if not floors:
         return
     rows = [
-        (f["text"], number(f["mean_abs_d"]), number(f["max_abs_d"]), percent(f["exact_share"]), number(f["num_tokens"]))
+        (
+            f"{f['stack']}: {f['text']}",
+            number(f["mean_abs_d"]),
+            number(f["max_abs_d"]),
+            percent(f["exact_share"]),
+            number(f["num_tokens"]),
+        )
         for f in floors
     ]
     print_table("Noise floors: each stack against itself", ("", "mean |d|", "max |d|", "exact", "tokens"), rows)

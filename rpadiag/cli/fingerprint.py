@@ -28,7 +28,12 @@ def fingerprint(
         str, typer.Option("--regions", metavar="REGIONS", help="Regions to fingerprint, comma separated, or all.")
     ] = ",".join(ALIGNABLE_REGIONS),
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", help="Write JSON that rpadiag.align reads as a contract.")
+        Path | None,
+        typer.Option(
+            "--output",
+            metavar="FILE",
+            help="JSON file that rpadiag.align reads.  [default: in a run or bundle directory]",
+        ),
     ] = None,
     dtype: shared.Dtype = "bfloat16",
     device: shared.Device = "auto",
@@ -64,5 +69,5 @@ def fingerprint(
         print_json(result.to_dict())
     else:
         print_findings([finding.to_dict() for finding in result.findings], limit=len(result.findings))
-    if output is not None:
-        hint(f"rpadiag.align(model, contract={str(output)!r}) follows it")
+    if result.path is not None:
+        hint(f"rpadiag.align(model, contract={str(result.path)!r}) follows it")
