@@ -9,7 +9,7 @@ import numpy as np
 
 from rpadiag.reports import figures_attribution, figures_control, figures_sites, figures_tokens, pooling
 from rpadiag.reports.glossary import METRICS
-from rpadiag.reports.view import Block, Column, Table, TokenInContext, count, is_missing, number, percent, words
+from rpadiag.reports.view import Block, Column, Table, TokenInContext, count, is_missing, number, percent, plural, words
 from rpadiag.runs import Run
 
 if TYPE_CHECKING:
@@ -102,9 +102,7 @@ def worst_block(tokens: pd.DataFrame, scored: pd.DataFrame, key: str) -> Block |
     return Block(
         key=f"{key}-worst",
         title="Tokens furthest apart",
-        lead=[
-            f"The {len(rows)} tokens with the largest |d|, in their context. With rounding alone these are mostly tokens that both stacks find unlikely."
-        ],
+        lead=[f"The {plural(len(rows), 'token')} with the largest |d|, in their context."],
         tokens=rows,
         token_columns=[
             Column(title="d, nats", hint="trainer minus rollout"),

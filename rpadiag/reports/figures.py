@@ -53,7 +53,7 @@ def axis(title: str = "", **over: Any) -> dict[str, Any]:
         "ticks": "",
         "tickangle": 0,
         "automargin": True,
-        "fixedrange": False,
+        "exponentformat": "power",
     }
     return base | over
 

@@ -229,9 +229,10 @@ def depth_panels(key: str, by_site: pd.DataFrame, num_layers: int, unit_roundoff
     """One small panel per layer point: relative L2 (or share differing) along depth, made here and end to end."""
     inside = by_site[by_site["layer"].notna()]
     points = [p for p in pooling.EXECUTION_ORDER if p in set(inside["point"])]
-    if num_layers < 2 or not points:
+    decades = _decades(inside)
+    if num_layers < 2 or not points or decades is None:
         return None
-    low, high = _decades(inside)
+    low, high = decades
     data: list[dict[str, Any]] = []
     for i, point in enumerate(points):
         rows = inside[inside["point"] == point].sort_values("layer")
@@ -280,14 +281,14 @@ def _merge(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     return {k: ({**a[k], **b[k]} if k in a and k in b else a.get(k, b.get(k))) for k in a.keys() | b.keys()}
 
 
-def _decades(rows: pd.DataFrame) -> tuple[float, float]:
+def _decades(rows: pd.DataFrame) -> tuple[float, float] | None:
+    """log10 range of the relative L2 values, at most six decades; None where all are 0."""
     values = np.concatenate([rows["rel_l2"].to_numpy(dtype="float64"), rows["local_rel_l2"].to_numpy(dtype="float64")])
     values = values[np.isfinite(values) & (values > 0)]
     if not len(values):
-        return -4.0, 0.0
-    return max(math.floor(math.log10(values.min())), math.ceil(math.log10(values.max())) - 6), math.ceil(
-        math.log10(values.max())
-    )
+        return None
+    high = math.ceil(math.log10(values.max()))
+    return max(math.floor(math.log10(values.min())), high - 6), high
 
 
 def _panel_traces(rows: pd.DataFrame, i: int, point: str) -> list[dict[str, Any]]:
@@ -302,8 +303,8 @@ def _panel_traces(rows: pd.DataFrame, i: int, point: str) -> list[dict[str, Any]
             traces.append(
                 {
                     "type": "scatter",
-                    "mode": "lines+markers",
-                    "marker": {"size": 5 if len(layers) <= 8 else 3, "color": colour},
+                    "mode": "lines+markers" if len(layers) <= 8 else "lines",
+                    "marker": {"size": 5, "color": colour},
                     "name": name,
                     "x": layers,
                     "y": values,

@@ -10,7 +10,7 @@ import numpy as np
 from rpadiag.reports import pooling
 from rpadiag.reports.figures import axis, label, layout, rule
 from rpadiag.reports.theme import LIGHT
-from rpadiag.reports.view import Column, Figure, Table, count, number, percent
+from rpadiag.reports.view import Column, Figure, Table, count, number, percent, plural
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,6 +28,7 @@ def logprob_histogram(key: str, scored: pd.DataFrame) -> Figure:
     groups = [(str(s), g["d"].to_numpy()) for s, g in scored.groupby("source", sort=True)]
     groups.sort(key=lambda item: item[0] != "prefill")
     data = [_distribution(source, values, reach, num_bins, main=i == 0) for i, (source, values) in enumerate(groups)]
+    ratios = [r for r in (RATIO_LOW, RATIO_HIGH) if 0.2 * reach < abs(math.log(r)) < reach]  # closer, labels collide
     exact = float(np.mean(d == 0))
     beyond = int(np.sum(np.abs(d) > reach))
     rows = [[s, count(len(v)), *_quantiles(v)] for s, v in groups]
@@ -37,14 +38,14 @@ def logprob_histogram(key: str, scored: pd.DataFrame) -> Figure:
         margin={"l": 60, "r": 12, "t": 30, "b": 44},
         xaxis=axis("d = trainer \u2212 rollout, nats", zeroline=True, range=[-reach, reach]),
         yaxis=axis("share of tokens", type="log", tickformat="~%", dtick=1, range=[math.log10(0.6 / len(d)), 0]),
-        shapes=[rule(x0=math.log(r)) for r in (RATIO_LOW, RATIO_HIGH) if abs(math.log(r)) < reach],
-        annotations=[_note(math.log(r), f"ratio {r}") for r in (RATIO_LOW, RATIO_HIGH) if abs(math.log(r)) < reach],
+        shapes=[rule(x0=math.log(r)) for r in ratios],
+        annotations=[_note(math.log(r), f"ratio {r}") for r in ratios],
     )
     return Figure(
         key=key,
         title="How far single tokens are apart",
         caption=f"Log-probability of each token, trainer minus rollout. {percent(exact)} of tokens agree to the last bit"
-        + (f"; the end bins also hold {count(beyond)} tokens further out." if beyond else "."),
+        + (f"; the end bins also hold {plural(beyond, 'token')} further out." if beyond else "."),
         data=data,
         layout=figure_layout,
         narrow={"height": 280},
