@@ -107,6 +107,8 @@ class VllmEngine:
             "enforce_eager": enforce_eager,
             "max_num_batched_tokens": max_num_batched_tokens,
             "trust_remote_code": trust_remote_code,
+            # only checked against what is free at start: the cache has its own size
+            **({} if device == "cpu" else {"gpu_memory_utilization": 0.2}),
             **({"revision": revision} if revision else {}),
             **({"hf_overrides": dict(hf_overrides)} if hf_overrides else {}),
             **(extra or {}),

@@ -41,7 +41,13 @@ def child_environment(
         if deterministic:
             found["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
             found["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
-    elif deterministic:
+    else:
+        found["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # it compiles itself on first use, and only sampling needs it
+        if ":" in device:
+            number = int(device.partition(":")[2])
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            found["CUDA_VISIBLE_DEVICES"] = visible.split(",")[number] if visible else str(number)
+    if deterministic and device != "cpu":
         raise UsageError("deterministic is for the CPU", hint="on a GPU set VLLM_BATCH_INVARIANT=1 before starting")
     return found
 
