@@ -109,7 +109,8 @@ def install_packages() -> None:
     extra = shlex.split(os.environ.get("PIP_ARGS", ""))
     names = locked_names(LOCK.read_text(encoding="utf-8"))
     print(f"setup: installing {len(names)} packages, a few minutes (log: {_shown(LOG)})", flush=True)
-    _pip("packages", ["install", "--no-deps", "-r", str(LOCK), *extra], len(names))
+    # Compiling 4 GiB of packages to bytecode takes minutes; Python does it for the modules that are used.
+    _pip("packages", ["install", "--no-deps", "--no-compile", "-r", str(LOCK), *extra], len(names))
     _check_torch()
     _pip("rpadiag", ["install", "--no-deps", "--no-build-isolation", "-e", str(ROOT)], 1)
     STAMP.write_text(f"{key}\n", encoding="utf-8")

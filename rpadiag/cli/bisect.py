@@ -66,6 +66,7 @@ def bisect(
     from rpadiag.runs import open_run
     from rpadiag.workflows.bisect import run_bisect
 
+    shared.check_contract(contract)
     shared.require_stacks(vllm=False)
     check_prompt_file(prompts)  # before a run directory is made
     with interruptible(run), progress_on_stderr() as progress:

@@ -110,6 +110,9 @@ def compare(
     from rpadiag.runs import open_run
     from rpadiag.workflows.compare import run_compare
 
+    if emulate is not None:
+        shared.check_contract(emulate)
+    shared.check_contract(contract)
     shared.require_stacks(vllm=rollout == "vllm")
     check_prompt_file(prompts)  # before a run directory is made
     with interruptible(run), progress_on_stderr() as progress:

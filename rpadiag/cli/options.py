@@ -50,7 +50,10 @@ Mode = Annotated[
     ),
 ]
 Contract = Annotated[
-    str, typer.Option("--contract", metavar="NAME", help="Rounding contract that aligned regions follow.")
+    str,
+    typer.Option(
+        "--contract", metavar="NAME", help="Preset, or JSON file of rpadiag fingerprint, that aligned regions follow."
+    ),
 ]
 Revision = Annotated[str | None, typer.Option("--revision", metavar="REV", help="Hub revision of MODEL.")]
 TrustRemoteCode = Annotated[
@@ -82,6 +85,13 @@ def given_options(context: typer.Context) -> dict[str, Any]:
         if source is not None and source.name == "COMMANDLINE":
             written[name] = str(value) if isinstance(value, Path) else value
     return written
+
+
+def check_contract(name: str) -> None:
+    """Error for a preset or contract file that does not exist, before any long work."""
+    from rpadiag.regions.presets import find_preset, load_preset
+
+    load_preset(Path(name)) if name.endswith(".json") else find_preset(name)
 
 
 def require_stacks(*, vllm: bool) -> None:
