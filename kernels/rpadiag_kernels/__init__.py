@@ -7,5 +7,6 @@ fake implementation and autograd, and runs a PyTorch reference on the CPU. Trito
 from rpadiag_kernels.rmsnorm import rmsnorm
 from rpadiag_kernels.rope import rope
 from rpadiag_kernels.swiglu import swiglu
+from rpadiag_kernels.ulp import ulp_stats
 
-__all__ = ["rmsnorm", "rope", "swiglu"]
+__all__ = ["rmsnorm", "rope", "swiglu", "ulp_stats"]

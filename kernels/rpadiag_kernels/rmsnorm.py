@@ -34,7 +34,7 @@ Sum = Callable[[Tensor], Tensor]
 
 
 def rmsnorm(
-    x: Tensor, weight: Tensor | None, *, eps: float, residual: Tensor | None = None, **axes: str
+    x: Tensor, weight: Tensor | None, /, *, eps: float, residual: Tensor | None = None, **axes: str
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Normalised ``x`` [..., H], or (normalised, new residual) when ``residual`` [..., H] is given.
 
@@ -69,6 +69,11 @@ def _check(x: Tensor, weight: Tensor | None, residual: Tensor | None, codes: dic
 def torch_sum(x: Tensor) -> Tensor:
     """Row sums [T, 1] in PyTorch's order."""
     return x.sum(-1, keepdim=True)
+
+
+def _divide(x: Tensor, n: int) -> Tensor:
+    """x / n, rounded to nearest; by a tensor, as dividing by a number on CUDA multiplies with its reciprocal."""
+    return x / torch.full_like(x, n)
 
 
 def lane_sum(x: Tensor) -> Tensor:
@@ -106,7 +111,7 @@ def reference_forward(
     lp, num_columns = x.dtype, x.shape[-1]
     stored, squared, source = _sources(x, residual, codes)
     total = (lane_sum if codes["reduction"] == 1 else row_sum)(squared * squared)
-    mean = total / num_columns if codes["mean"] == 0 else total * (1.0 / num_columns)
+    mean = _divide(total, num_columns) if codes["mean"] == 0 else total * (1.0 / num_columns)
     # torch.sqrt on CPUs is not always rounded to nearest; the float64 root, rounded, is.
     rstd = torch.rsqrt(mean + eps) if codes["root"] == 0 else 1.0 / (mean + eps).double().sqrt().float()
     scaled_by = to_lp(rstd, lp) if codes["rstd"] == 1 else rstd
@@ -142,7 +147,7 @@ def reference_backward(
         dn = dn * _effective_weight(weight, lp, codes)
         dn = to_lp(dn, lp) if codes["dn"] == 0 else dn
     dmean = (-0.5 * row_sum(dn * source)) * (rstd * rstd * rstd)
-    dx = dn * scaled_by + (dmean / num_columns) * (2.0 * squared)
+    dx = dn * scaled_by + _divide(dmean, num_columns) * (2.0 * squared)
     if dsummed is not None:
         dx = (to_lp(dx, lp) if codes["dsum"] == 0 else dx) + dsummed.float()
     return dx.to(lp), dw

@@ -33,3 +33,39 @@ def angles(*shape: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(7)
     angle = torch.rand(*shape, generator=generator) * 1000
     return angle.cos().to(device), angle.sin().to(device)
+
+
+def pairs(n: int, *, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Two tensors to compare. patterns: any bits, NaN and infinity included; zeros: both zeros and tiny values."""
+    generator = torch.Generator().manual_seed(n)
+    a = torch.randn(n, generator=generator)
+    if kind == "noise":
+        b = a * (1 + 0.01 * torch.randn(n, generator=generator)) + 1e-3 * torch.randn(n, generator=generator)
+    elif kind == "patterns":
+        integer, limit = (torch.int32, 2**31) if dtype == torch.float32 else (torch.int16, 2**15)
+        a, b = (torch.randint(-limit, limit, (n,), generator=generator).to(integer).view(dtype) for _ in range(2))
+    elif kind == "zeros":
+        few = torch.tensor([0.0, -0.0, 1e-7, -1e-7, 1.0])
+        a, b = (few[torch.randint(5, (n,), generator=generator)] for _ in range(2))
+    else:
+        a = a * (1e-30 if kind == "small" else 1e25)
+        b = a * 1.01
+    return a.to(dtype), b.to(dtype)
+
+
+def ulp_differences(a: Tensor, b: Tensor) -> dict[str, tuple[object, object]]:
+    """Numbers of rpadiag_kernels.ulp_stats that are not those of rpadiag.bits; float sums may differ by 1e-5."""
+    import dataclasses
+
+    import rpadiag_kernels
+
+    from rpadiag import bits
+
+    got = rpadiag_kernels.ulp_stats(a, b)
+    want = dataclasses.asdict(bits.ulp_stats(a.cpu(), b.cpu()))
+    assert got.keys() == want.keys()
+    return {
+        name: (got[name], value)
+        for name, value in want.items()
+        if (abs(got[name] - value) > 1e-5 * abs(value) if isinstance(value, float) else got[name] != value)
+    }

@@ -261,3 +261,22 @@ def test_nan_and_infinity_spread_as_in_the_reference() -> None:
         want = reference_forward(x, None, w, EPS, encode("rmsnorm", {"store": store}), row_sum=row_sum)[0]
         assert num_mismatches(got, want) == 0
     assert bool(got[1].isnan().all()) and not bool(got[0].isnan().any())
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
+@pytest.mark.parametrize("kind", ["noise", "patterns", "zeros", "small", "large"])
+@pytest.mark.parametrize("n", [1, 7, 4099, 100_000, 9_000_001])
+def test_ulp_kernel_equals_bits_on_every_number(dtype: torch.dtype, kind: str, n: int) -> None:
+    from kernel_data import pairs, ulp_differences
+
+    a, b = pairs(n, kind=kind, dtype=dtype)
+    assert ulp_differences(a.cuda(), b.cuda()) == {}
+
+
+def test_ulp_kernel_takes_strided_and_unaligned_tensors() -> None:
+    from kernel_data import pairs, ulp_differences
+
+    a, b = (t.cuda() for t in pairs(40_000, kind="noise", dtype=torch.bfloat16))
+    assert ulp_differences(a[1:], b[1:]) == {}
+    assert ulp_differences(a[::3], b[::3]) == {}
+    assert ulp_differences(a.view(200, 200).t(), b.view(200, 200).t()) == {}

@@ -33,24 +33,32 @@ def to_lp(x, LP: tl.constexpr, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def _toward_zero(x, near, LP: tl.constexpr):
+    """``near``, or the 16-bit value before it when ``near`` lies further from zero than ``x``."""
+    if LP == 0:
+        lower = (near.to(tl.int32, bitcast=True) - 0x10000).to(tl.float32, bitcast=True)
+    else:
+        half_bits = near.to(tl.float16).to(tl.int16, bitcast=True)
+        lower = (half_bits - 1).to(tl.float16, bitcast=True).to(tl.float32)
+    return tl.where(tl.abs(near) > tl.abs(x), lower, near)
+
+
+@triton.jit
 def store_lp(x, LP: tl.constexpr, TRUNCATE: tl.constexpr, INTERPRET: tl.constexpr):
     """float32 as an lp tensor ready to store: to nearest even, or toward zero."""
     if LP == 2:
         return x
-    near = to_lp(x, LP, INTERPRET)
-    if TRUNCATE:
-        bits = near.to(tl.int32, bitcast=True)
-        if LP == 0:
-            step = 0x10000
-            lower = (bits - step).to(tl.float32, bitcast=True)
-        else:
-            half_bits = near.to(tl.float16).to(tl.int16, bitcast=True)
-            lower = (half_bits - 1).to(tl.float16, bitcast=True).to(tl.float32)
-        near = tl.where(tl.abs(near) > tl.abs(x), lower, near)
-    if LP == 1:
-        return near.to(tl.float16)
     else:
-        return near.to(tl.bfloat16)
+        near = to_lp(x, LP, INTERPRET)
+        if TRUNCATE:
+            near = _toward_zero(x, near, LP)
+        return near.to(tl.float16) if LP == 1 else near.to(tl.bfloat16)
+
+
+@triton.jit
+def negate(x):
+    """-x with the sign of zero flipped too; Triton's unary minus is 0 - x, which is +0 for both zeros."""
+    return x * -1.0
 
 
 @triton.jit
@@ -83,27 +91,28 @@ def fma_lp(a, b, c, LP: tl.constexpr, TRUNCATE: tl.constexpr, INTERPRET: tl.cons
     near = exact.to(tl.float32)
     if LP == 2:
         return near
-    error = exact - near.to(tl.float64)
-    bits = near.to(tl.int32, bitcast=True)
-    step = tl.where((error > 0) == (exact > 0), 1, -1)
-    inexact = (error != 0) & ((bits & 1) == 0) & (tl.abs(near) < float("inf"))
-    odd = tl.where(inexact, bits + step, bits).to(tl.float32, bitcast=True)
-    return store_lp(odd, LP, TRUNCATE, INTERPRET)
+    else:
+        error = exact - near.to(tl.float64)
+        bits = near.to(tl.int32, bitcast=True)
+        step = tl.where((error > 0) == (exact > 0), 1, -1)
+        inexact = (error != 0) & ((bits & 1) == 0) & (tl.abs(near) < float("inf"))
+        odd = tl.where(inexact, bits + step, bits).to(tl.float32, bitcast=True)
+        return store_lp(odd, LP, TRUNCATE, INTERPRET)
 
 
 @triton.jit
 def exp_negative(x, EXP: tl.constexpr, INTERPRET: tl.constexpr):
     """exp(-x): the accurate exponential (EXP 0, CUDA's expf) or 2^(-x * log2 e) (EXP 1)."""
     if EXP == 1:
-        scaled = -x * 1.4426950408889634
+        scaled = negate(x) * 1.4426950408889634
         if INTERPRET:
             return tl.exp2(scaled)
         else:
             return libdevice.exp2(scaled)
     elif INTERPRET:
-        return tl.exp(-x)
+        return tl.exp(negate(x))
     else:
-        return libdevice.exp(-x)
+        return libdevice.exp(negate(x))
 
 
 def on_device(x: torch.Tensor) -> AbstractContextManager[object]:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rpadiag_kernels.axes import LP_CODES
-from rpadiag_kernels.gpu.device import INTERPRETING, fma, fma_lp, on_device, store_lp, to_lp
+from rpadiag_kernels.gpu.device import INTERPRETING, fma, fma_lp, negate, on_device, store_lp, to_lp
 from rpadiag_kernels.rope import products_of
 
 MAX_PAIRS = 4096  # pairs of one program; more heads than that take several programs
@@ -61,9 +61,9 @@ def _turn_heads(
         x2 = tl.load(x_ptr + heads * x_head + (cols + HALF) * x_col, mask=mask, other=0.0).to(tl.float32)
     if BACKWARD:
         o1 = _pair(x1, c, x2, s, PRODUCTS, FUSED_1, STORE == 1, LP, INTERPRET)
-        o2 = _pair(x2, c, -x1, s, PRODUCTS, FUSED_2, STORE == 1, LP, INTERPRET)
+        o2 = _pair(x2, c, negate(x1), s, PRODUCTS, FUSED_2, STORE == 1, LP, INTERPRET)
     else:
-        o1 = _pair(x1, c, -x2, s, PRODUCTS, FUSED_1, STORE == 1, LP, INTERPRET)
+        o1 = _pair(x1, c, negate(x2), s, PRODUCTS, FUSED_1, STORE == 1, LP, INTERPRET)
         o2 = _pair(x2, c, x1, s, PRODUCTS, FUSED_2, STORE == 1, LP, INTERPRET)
     if INTERLEAVED:
         joined = tl.reshape(tl.join(o1, o2), [HEADS, 2 * PAIRS])
