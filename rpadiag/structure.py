@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rpadiag.errors import UsageError
 
-COHERENCE_LIMIT = 3.0  # independent signs give 1 +- sqrt(2/R); 3 is > 10 standard deviations at R = 64
+COHERENCE_LIMIT = 0.6  # mean |sum of signs| / number along a row: 0.8 / sqrt(n) for independent signs, so 0.28 at n = 8
 ONE_SIDED_LIMIT = 0.95  # |#up - #down| / #different; rounding a product twice gives at most 0.2
 MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 23, torch.float64: 52}
 _INTEGER = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
@@ -130,17 +130,18 @@ def change(a: Tensor, b: Tensor) -> Change:
 
 
 def coherence(a: Tensor, b: Tensor, *, axis: int) -> float:
-    """Variance of the sign sums along an axis over its value for independent signs: 1 for rounding noise.
+    """How far the differences along an axis share one sign: 1 all of them, near 0 for rounding noise.
 
-    axis=1 sums over the columns of each row (a scalar of the row shows), axis=0 over the rows of each column.
+    axis=1: along the columns of each row (a scalar of the row shows), axis=0: along the rows of each column. Rounding an
+    already rounded row times one scalar is itself biased by a few percent per row, so a mere excess over chance says nothing.
     """
     _, magnitude = signed_ulp(a, b)
     signs = torch.sign(magnitude).double()
     num = signs.abs().sum(dim=axis)
     enough = num >= 8
     if int(enough.sum()) < 4:
-        return 1.0
-    return float((signs.sum(dim=axis)[enough].square() / num[enough]).mean())
+        return 0.0
+    return float((signs.sum(dim=axis)[enough].abs() / num[enough]).mean())
 
 
 def concentration(a: Tensor, b: Tensor, *, axis: int) -> float:
@@ -171,10 +172,10 @@ def describe_structure(expected: Tensor, got: Tensor) -> Structure:
     rows, columns = coherence(expected, got, axis=1), coherence(expected, got, axis=0)
     numbers |= {"row_coherence": rows, "column_coherence": columns}
     if rows > COHERENCE_LIMIT and rows >= columns:
-        text = f"per-row: {share} and share a sign along each row (coherence {rows:.1f}, 1 is noise): a reduction or an inverse rms"
+        text = f"per-row: {share} and share a sign along each row (agreement {rows:.2f} of 1): a reduction or an inverse rms"
         return Structure(kind="per-row", text=text, numbers=numbers)
     if columns > COHERENCE_LIMIT:
-        text = f"per-column: {share} and share a sign along each column (coherence {columns:.1f}, 1 is noise): a weight"
+        text = f"per-column: {share} and share a sign along each column (agreement {columns:.2f} of 1): a weight"
         return Structure(kind="per-column", text=text, numbers=numbers)
     with_rows, with_columns = concentration(expected, got, axis=1), concentration(expected, got, axis=0)
     numbers |= {"rows_with_differences": with_rows, "columns_with_differences": with_columns}
