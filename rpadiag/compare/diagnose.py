@@ -210,7 +210,9 @@ def _conclude(sites: Sequence[tuple[str, Role, list[Explanation]]], equal: tuple
 
 def _made_here(found: Sequence[Explanation]) -> bool:
     """Whether something at a later site is known not to be inherited."""
-    return found[0].severity == "fatal" or any(e.complete and e.code not in ("constant-gain", "row-gain", "column-gain") for e in found)
+    return found[0].severity == "fatal" or any(
+        e.complete and e.code not in ("constant-gain", "row-gain", "column-gain") for e in found
+    )
 
 
 def _finding(site: str, role: Role, found: Sequence[Explanation], *, rank: int) -> Finding:

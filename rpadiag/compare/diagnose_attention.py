@@ -34,8 +34,18 @@ def cache(pair: Pair, ctx: Context) -> Iterator[Explanation]:
             other = Pair(site=name, role=pair.role, a=ctx.a[name], b=ctx.b[name])
             facts += [f"{name}: {e.text}" for e in saturated(other) if e.code == "saturation"]
     if facts:
-        text = "kv-cache write: " + "; ".join(facts) + " -> unit scale (1.0) instead of a calibrated one; attention arithmetic itself is fine"
-        yield Explanation(code="unit-scale", severity="semantic", text=text, proof="solved", numbers={"grid_b": grid[0], "grid_a": grid[1]})
+        text = (
+            "kv-cache write: "
+            + "; ".join(facts)
+            + " -> unit scale (1.0) instead of a calibrated one; attention arithmetic itself is fine"
+        )
+        yield Explanation(
+            code="unit-scale",
+            severity="semantic",
+            text=text,
+            proof="solved",
+            numbers={"grid_b": grid[0], "grid_a": grid[1]},
+        )
         return
     yield from _quantised(pair, ctx)
 
@@ -47,7 +57,13 @@ def _quantised(pair: Pair, ctx: Context) -> Iterator[Explanation]:
         codes = torch.unique(x.float().abs()).numel()
         if codes <= 128 < torch.unique(y.float().abs()).numel() and 5e-3 < error < 0.2:
             text = f"{side} holds {codes} distinct magnitudes: quantised (fp8 or int8, relative error {error:.2g}), the other side is not"
-            yield Explanation(code="quantised-cache", severity="semantic", text=text, proof="solved", numbers={"side": side, "num_values": codes})
+            yield Explanation(
+                code="quantised-cache",
+                severity="semantic",
+                text=text,
+                proof="solved",
+                numbers={"side": side, "num_values": codes},
+            )
             return
 
 
@@ -152,7 +168,9 @@ def variants(d: int, lp: torch.dtype, window: int | None) -> dict[str, Variant]:
     def low(x: Tensor) -> Tensor:
         return x.float().to(lp).double()
 
-    def out(score: Variant, w: int | None = None, causal: bool = True, probs: Callable[[Tensor], Tensor] = lambda p: p) -> Variant:
+    def out(
+        score: Variant, w: int | None = None, causal: bool = True, probs: Callable[[Tensor], Tensor] = lambda p: p
+    ) -> Variant:
         def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             mask = _mask(q.shape[1], w) if causal else torch.ones(q.shape[1], q.shape[1], dtype=torch.bool)
             return probs(score(q, k, v).masked_fill(~mask, -math.inf).softmax(-1)) @ v

@@ -18,19 +18,32 @@ WORDS: dict[tuple[str, str], tuple[str, dict[str, str]]] = {
     ("rope", "cache"): ("the table", {"lp": "is rounded", "fp32": "is not rounded"}),
     ("rope", "products"): (
         "products",
-        {"lp": "are rounded", "fp32": "are not rounded (single output rounding)", "lp-fma": "are rounded but one, which is fused"},
+        {
+            "lp": "are rounded",
+            "fp32": "are not rounded (single output rounding)",
+            "lp-fma": "are rounded but one, which is fused",
+        },
     ),
     ("rope", "fused"): ("the fused product of (o1, o2)", {}),
     ("rope", "layout"): ("the pair layout", {"neox": "is neox halves", "interleaved": "is interleaved"}),
     ("rmsnorm", "sum"): ("the sum", {"lp": "is rounded before it is scaled", "fp32": "is scaled unrounded"}),
-    ("rmsnorm", "variance"): ("the variance", {"rounded": "is of the rounded sum", "unrounded": "is of the unrounded sum"}),
+    ("rmsnorm", "variance"): (
+        "the variance",
+        {"rounded": "is of the rounded sum", "unrounded": "is of the unrounded sum"},
+    ),
     ("rmsnorm", "scale"): (
         "the normalised value",
         {"lp": "is rounded before the weight multiply", "fp32": "is multiplied by the weight in fp32 and rounded once"},
     ),
-    ("rmsnorm", "weight"): ("the factor", {"w": "is w", "1+w": "is 1+w", "lp(1+w)": "is 1+w rounded", "none": "is missing"}),
+    ("rmsnorm", "weight"): (
+        "the factor",
+        {"w": "is w", "1+w": "is 1+w", "lp(1+w)": "is 1+w rounded", "none": "is missing"},
+    ),
     ("rmsnorm", "rstd"): ("the inverse rms", {"fp32": "is kept in fp32", "lp": "is rounded"}),
-    ("swiglu", "silu"): ("silu(gate)", {"lp": "is rounded before the product with up", "fp32": "stays fp32, one rounding"}),
+    ("swiglu", "silu"): (
+        "silu(gate)",
+        {"lp": "is rounded before the product with up", "fp32": "stays fp32, one rounding"},
+    ),
     ("swiglu", "sigmoid"): ("the sigmoid", {"fp32": "stays fp32", "lp": "is rounded"}),
     ("qk_norm", "mid"): ("the normed value", {"lp": "is rounded before RoPE", "fp32": "reaches RoPE unrounded"}),
 }
@@ -49,7 +62,9 @@ def contract_difference(
     if not a or not b:
         side, known = ("B", a) if a else ("A", b)
         text = f"{'A' if a else 'B'} follows {known[0].name(pair.lp)}; {side} follows no known contract"
-        yield Explanation(code="unknown-contract", severity="rounding-contract", text=text, proof="structure", numbers={"side": side})
+        yield Explanation(
+            code="unknown-contract", severity="rounding-contract", text=text, proof="structure", numbers={"side": side}
+        )
         return
     one, two = _closest(a, b)
     axes = differing_axes(one, two)
@@ -65,7 +80,9 @@ def contract_difference(
     shared = [shared_sentence(region, axis, one, pair.lp) for axis in _worth_saying(region, one) if axis not in axes]
     severity = max((SEVERITY_OF_AXIS.get(x, "rounding-contract") for x in axes), key=_ORDER.index)
     bias = ", unbiased" if severity == "rounding-contract" and abs(pair.change.sign_balance) < 0.05 else ""
-    stacked = "two stacked contracts: " if len(axes) == 2 else f"{len(axes)} stacked contracts: " if len(axes) > 2 else ""
+    stacked = (
+        "two stacked contracts: " if len(axes) == 2 else f"{len(axes)} stacked contracts: " if len(axes) > 2 else ""
+    )
     identity = f"; B == {two.name(pair.lp)}{' bit for bit' if exact else ' but for rare elements'}"
     text = stacked + "; ".join([*sentences, *shared, *facts]) + tail + bias + identity
     yield Explanation(code="contract", severity=severity, text=text, proof="identity", numbers=numbers)

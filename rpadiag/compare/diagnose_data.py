@@ -21,7 +21,9 @@ def mismatched_shapes(site: str, role: Role, a: Tensor, b: Tensor) -> Explanatio
     if a.ndim != b.ndim or a.shape[1:] != b.shape[1:] or not a.ndim:
         if a.numel() == b.numel() and same_values(a.reshape(-1), b.reshape(-1)):
             text = f"{sizes} hold the same values in the same order: flattened differently"
-            return Explanation(code="reshaped", severity="data", text=text, proof="identity", region="data", numbers=numbers)
+            return Explanation(
+                code="reshaped", severity="data", text=text, proof="identity", region="data", numbers=numbers
+            )
         text = f"{sizes}: the two sides hold different things here"
         return Explanation(code="shapes", severity="data", text=text, proof="identity", region="data", numbers=numbers)
     short, long, name = (a, b, "B") if len(a) < len(b) else (b, a, "A")
@@ -73,7 +75,14 @@ def integers(pair: Pair) -> Iterator[Explanation]:
         text = f"stop before numerics: B[t] == A[t{lag:+d}]: the {pair.role.kind} are shifted by {abs(lag)}"
     elif n == 1:
         text += f" ({int(a[differs][0])} against {int(b[differs][0])})"
-    yield Explanation(code="inputs-differ", severity="data", text=text, proof="identity", region="data", numbers={"num": n, "first": first, "lag": lag})
+    yield Explanation(
+        code="inputs-differ",
+        severity="data",
+        text=text,
+        proof="identity",
+        region="data",
+        numbers={"num": n, "first": first, "lag": lag},
+    )
 
 
 def _lag(a: Tensor, b: Tensor) -> int | None:
@@ -107,7 +116,9 @@ def positions(pair: Pair, a: Tensor, b: Tensor, first: list[int]) -> Explanation
         numbers |= {"boundary": k, "offset": int(delta[k])}
     else:
         text = f"positions differ first at index {first}, by {int(delta[delta != 0][0])}"
-    return Explanation(code="positions-differ", severity=severity, text=text, proof="identity", region="data", numbers=numbers)
+    return Explanation(
+        code="positions-differ", severity=severity, text=text, proof="identity", region="data", numbers=numbers
+    )
 
 
 def weights(pair: Pair, ctx: Context) -> Iterator[Explanation]:
@@ -119,7 +130,9 @@ def weights(pair: Pair, ctx: Context) -> Iterator[Explanation]:
         source = stale[0].numbers["input"]
         side = stale[0].numbers["side"]
         text = f"{how}; {side} equals {source} bit for bit, so {side} runs with the weights of another step or checkpoint (stale after sync)"
-        yield Explanation(code="stale-weights", severity="semantic", text=text, proof="identity", numbers=stale[0].numbers)
+        yield Explanation(
+            code="stale-weights", severity="semantic", text=text, proof="identity", numbers=stale[0].numbers
+        )
         return
     small = rel_error(pair.b, pair.a)
     guess = "another training step (stale weights)" if small < 0.3 else "another checkpoint, layer or layout"

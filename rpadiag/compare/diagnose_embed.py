@@ -18,7 +18,10 @@ def embedding(pair: Pair, ctx: Context) -> Iterator[Explanation]:
     if emb is None:
         return
     scales = _scales(pair.a.shape[-1], pair.a.dtype)
-    found = [next(((n, s) for n, s in scales.items() if same_values(_scaled(emb, s, pair.a.dtype), side)), None) for side in (pair.a, pair.b)]
+    found = [
+        next(((n, s) for n, s in scales.items() if same_values(_scaled(emb, s, pair.a.dtype), side)), None)
+        for side in (pair.a, pair.b)
+    ]
     if found[0] is None or found[1] is None or found[0] == found[1]:
         return
     (name_a, a), (name_b, b) = found[0], found[1]

@@ -28,7 +28,9 @@ def logits(pair: Pair, ctx: Context) -> Iterator[Explanation]:
             f"each vocabulary row is off by a constant factor of its own (median {size:.5g}), the same for every token -> a per-channel (dequantisation) "
             f"scale is missing on the {'B' if size > 1 else 'A'} side"
         )
-        yield Explanation(code="vocabulary-scale", severity="semantic", text=text, proof="solved", numbers={"median_ratio": size})
+        yield Explanation(
+            code="vocabulary-scale", severity="semantic", text=text, proof="solved", numbers={"median_ratio": size}
+        )
         return
     yield from _operands(pair, ctx)
 
@@ -59,12 +61,20 @@ def logprob(pair: Pair, ctx: Context) -> Iterator[Explanation]:
             f"logits bit-equal, one T maps the logits onto each side's log-probs exactly: solved T = {t_a:.4g} on A, T = {t_b:.4g} on B; deltas {sign} "
             "for sampled tokens -> temperature applied on one side only"
         )
-        yield Explanation(code="temperature", severity="semantic", text=text, proof="solved", numbers={"temperature_a": t_a, "temperature_b": t_b})
+        yield Explanation(
+            code="temperature",
+            severity="semantic",
+            text=text,
+            proof="solved",
+            numbers={"temperature_a": t_a, "temperature_b": t_b},
+        )
         return
     for this, that, side, other, t in (("B", "A", pair.b, pair.a, t_a), ("A", "B", pair.a, pair.b, t_b)):
         error = error_a if that == "A" else error_b
         if error < EXACT:
-            found = list(_truncated(values / t, targets, side, other, this)) or list(_rounded_softmax(values / t, targets, side, this))
+            found = list(_truncated(values / t, targets, side, other, this)) or list(
+                _rounded_softmax(values / t, targets, side, this)
+            )
             yield from found
             if found:
                 return
@@ -126,7 +136,10 @@ def _truncated(values: Tensor, targets: Tensor, side: Tensor, other: Tensor, nam
     rows = torch.arange(len(kept))
     before = torch.where(count > 0, cumulative[rows, (count - 1).clamp_min(0)], 0.0)
     low, high = float(before.max()), float(mass.min())
-    smallest, first_out = probs[rows, count] / probs[:, 0], probs[rows, (count + 1).clamp_max(probs.shape[1] - 1)] / probs[:, 0]
+    smallest, first_out = (
+        probs[rows, count] / probs[:, 0],
+        probs[rows, (count + 1).clamp_max(probs.shape[1] - 1)] / probs[:, 0],
+    )
     if bool((kept == kept[0]).all()):
         rule = f"top-k with k = {int(kept[0])} (solved)"
     elif low <= high + 1e-6:
@@ -140,7 +153,13 @@ def _truncated(values: Tensor, targets: Tensor, side: Tensor, other: Tensor, nam
         f"logits equal, {way} and equals -log(kept mass) exactly: {name} is renormalised over {rule}, the other side over the full vocabulary; mean ratio "
         f"exp(A - B) is the kept mass, {float(mass.mean()):.3g}"
     )
-    yield Explanation(code="truncated-support", severity="semantic", text=text, proof="solved", numbers={"side": name, "mean_mass": float(mass.mean())})
+    yield Explanation(
+        code="truncated-support",
+        severity="semantic",
+        text=text,
+        proof="solved",
+        numbers={"side": name, "mean_mass": float(mass.mean())},
+    )
 
 
 def _rounded_softmax(values: Tensor, targets: Tensor, side: Tensor, name: str) -> Iterator[Explanation]:
@@ -154,7 +173,13 @@ def _rounded_softmax(values: Tensor, targets: Tensor, side: Tensor, name: str) -
         for how, expected in forms.items():
             if rel_error(side, expected) < 1e-6:
                 text = f"{name} is {how}, the other side is float32"
-                yield Explanation(code="rounded-softmax", severity="rounding-contract", text=text, proof="identity", numbers={"side": name})
+                yield Explanation(
+                    code="rounded-softmax",
+                    severity="rounding-contract",
+                    text=text,
+                    proof="identity",
+                    numbers={"side": name},
+                )
                 return
 
 
@@ -163,6 +188,16 @@ def _one_sided(pair: Pair) -> Iterator[Explanation]:
     if len(delta) >= 16 and (float(delta.min()) >= 0 or float(delta.max()) <= 0) and float(delta.abs().mean()) > 1e-4:
         way = ">= 0" if float(delta.min()) >= 0 else "<= 0"
         spread = float(delta.std() / delta.abs().mean())
-        what = "a constant (a penalty, or another normaliser)" if spread < 1e-3 else "a truncated support (top-p, top-k) or masked tokens on one side"
+        what = (
+            "a constant (a penalty, or another normaliser)"
+            if spread < 1e-3
+            else "a truncated support (top-p, top-k) or masked tokens on one side"
+        )
         text = f"delta {way} at every token (mean {float(delta.mean()):+.4g} nats): one-sided, as from {what}"
-        yield Explanation(code="one-sided-logprob", severity="semantic", text=text, proof="structure", numbers={"mean": float(delta.mean())})
+        yield Explanation(
+            code="one-sided-logprob",
+            severity="semantic",
+            text=text,
+            proof="structure",
+            numbers={"mean": float(delta.mean())},
+        )

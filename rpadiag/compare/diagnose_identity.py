@@ -134,9 +134,15 @@ def shifted(pair: Pair) -> Iterator[Explanation]:
                 numbers = {"lag": lag}
                 if pair.role.kind == "table" or pair.role.region == "rope":
                     text += f"positions are offset by {lag}"
-                    yield Explanation(code="position-offset", severity="semantic", text=text, proof="identity", numbers=numbers)
+                    yield Explanation(
+                        code="position-offset", severity="semantic", text=text, proof="identity", numbers=numbers
+                    )
                 else:
-                    text += "off-by-one alignment of the label or token axis, no model-side finding" if k == 1 else "the token axis is misaligned, no model-side finding"
+                    text += (
+                        "off-by-one alignment of the label or token axis, no model-side finding"
+                        if k == 1
+                        else "the token axis is misaligned, no model-side finding"
+                    )
                     yield Explanation(
                         code="shifted", severity="data", text=text, proof="identity", numbers=numbers,
                         region="data",
@@ -157,7 +163,9 @@ def equals_an_input(pair: Pair, ctx: Context) -> Iterator[Explanation]:
                 else:
                     text = f"{this}.{pair.site} equals its input {name} bit for bit: the operation is missing on the {this} side"
                     code = "missing-operation"
-                yield Explanation(code=code, severity="semantic", text=text, proof="identity", numbers={"input": name, "side": this})
+                yield Explanation(
+                    code=code, severity="semantic", text=text, proof="identity", numbers={"input": name, "side": this}
+                )
                 return
 
 
@@ -213,4 +221,10 @@ def mantissa_trend(a: Tensor, b: Tensor) -> float:
     return float(upper.mean() / lower.mean())
 
 
-IDENTITIES: tuple[Callable[[Pair], Iterator[Explanation]], ...] = (rounded_side, exact_scale, permuted, shifted, truncated)
+IDENTITIES: tuple[Callable[[Pair], Iterator[Explanation]], ...] = (
+    rounded_side,
+    exact_scale,
+    permuted,
+    shifted,
+    truncated,
+)

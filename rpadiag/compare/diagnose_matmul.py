@@ -38,7 +38,11 @@ def forms(x: Tensor, w: Tensor, out: torch.dtype) -> dict[str, Callable[[], Tens
         step = x.shape[1] // splits
         total = torch.zeros(x.shape[0], w.shape[1])
         for i in range(splits):
-            total = (total + _exact(x[:, i * step : (i + 1) * step], w[i * step : (i + 1) * step]).to(dtype).float()).to(dtype).float()
+            total = (
+                (total + _exact(x[:, i * step : (i + 1) * step], w[i * step : (i + 1) * step]).to(dtype).float())
+                .to(dtype)
+                .float()
+            )
         return total.to(out)
 
     lp = out if out in (torch.bfloat16, torch.float16) else torch.bfloat16
@@ -54,7 +58,9 @@ def forms(x: Tensor, w: Tensor, out: torch.dtype) -> dict[str, Callable[[], Tens
     }
     for splits in SPLITS:
         if x.shape[1] % splits == 0 and x.shape[1] // splits >= 8:
-            ways[f"{splits} partial sums, each rounded to {name} before they are added"] = lambda n=splits: rounded_partials(n, lp)  # type: ignore[misc]
+            ways[f"{splits} partial sums, each rounded to {name} before they are added"] = lambda n=splits: (
+                rounded_partials(n, lp)
+            )  # type: ignore[misc]
     return ways
 
 
@@ -79,14 +85,30 @@ def product_forms(pair: Pair, x: Tensor, w: Tensor) -> Iterator[Explanation]:
     c = pair.change
     split = "partial sums" in form_a or "partial sums" in form_b
     where = " (a row-parallel output: o_proj or down_proj; column-parallel GEMMs are equal)" if split else ""
-    tail = f"; {percent(c.differing)} of {c.n} elements differ, few ULP, larger where partials cancel" if split else f"; {percent(c.differing)} of {c.n} elements differ"
+    tail = (
+        f"; {percent(c.differing)} of {c.n} elements differ, few ULP, larger where partials cancel"
+        if split
+        else f"; {percent(c.differing)} of {c.n} elements differ"
+    )
     text = f"A is {form_a}, B is {form_b}{where}{tail}, unbiased"
     proof = "identity" if max(miss_a, miss_b) == 0 else "solved"
-    yield Explanation(code="product-form", severity="rounding-contract", text=text, proof=proof, numbers={"form_a": form_a, "form_b": form_b})
+    yield Explanation(
+        code="product-form",
+        severity="rounding-contract",
+        text=text,
+        proof=proof,
+        numbers={"form_a": form_a, "form_b": form_b},
+    )
 
 
 def lp_sizes(pair: Pair) -> Iterator[Explanation]:
     """A 16-bit output next to its own accumulator that is known to differ only by order."""
     if pair.lp and pair.change.differing < 1e-3 and same_values(pair.a.sign(), pair.b.sign()):
         text = f"{percent(pair.change.differing)} of {pair.change.n} {pair.lp} outputs flip, unbiased -> order / batch variance, not a precision downgrade"
-        yield Explanation(code="order-noise", severity="ulp-noise", text=text, proof="statistics", numbers={"differing": pair.change.differing})
+        yield Explanation(
+            code="order-noise",
+            severity="ulp-noise",
+            text=text,
+            proof="statistics",
+            numbers={"differing": pair.change.differing},
+        )

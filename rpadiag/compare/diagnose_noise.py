@@ -31,7 +31,11 @@ def _bias(pair: Pair) -> str:
     c = pair.change
     if c.num_differing >= 32:
         if abs(c.magnitude_balance) > ONE_SIDED_LIMIT:
-            return "one-sided in magnitude, every change " + ("away from" if c.magnitude_balance > 0 else "toward") + " zero"
+            return (
+                "one-sided in magnitude, every change "
+                + ("away from" if c.magnitude_balance > 0 else "toward")
+                + " zero"
+            )
         if abs(c.sign_balance) > ONE_SIDED_LIMIT:
             return "one-sided in value, every change " + ("up" if c.sign_balance > 0 else "down")
         limit = max(0.25, 5 / math.sqrt(c.num_differing))
@@ -65,15 +69,21 @@ def low_precision(pair: Pair) -> Explanation:
     if size < GROSS:
         tail = "; larger where terms cancel" if c.max_ulp > 2 else ""
         text = f"{shape}{tail}, unbiased, rms {size:.1f} roundings: a rounding point moved"
-        return Explanation(code="rounding-point", severity="rounding-contract", text=text, proof="statistics", numbers=numbers)
+        return Explanation(
+            code="rounding-point", severity="rounding-contract", text=text, proof="statistics", numbers=numbers
+        )
     text = f"{shape}, relative L2 {c.rel_l2:.3g} ({size:.0f} roundings), {bias}: too large for rounding: a different computation"
-    return Explanation(code="different-computation", severity="semantic", text=text, proof="statistics", numbers=numbers)
+    return Explanation(
+        code="different-computation", severity="semantic", text=text, proof="statistics", numbers=numbers
+    )
 
 
 def _large_only_near_zero(pair: Pair) -> bool:
     scale = pair.a.double().square().mean().sqrt()
     delta = (pair.b.double() - pair.a.double()).abs()
-    return bool((delta[pair.a.double().abs() > scale] <= pair.a.double().abs()[pair.a.double().abs() > scale] * 2.0**-6).all())
+    return bool(
+        (delta[pair.a.double().abs() > scale] <= pair.a.double().abs()[pair.a.double().abs() > scale] * 2.0**-6).all()
+    )
 
 
 def float32(pair: Pair) -> Explanation:
@@ -95,9 +105,17 @@ def float32(pair: Pair) -> Explanation:
             return Explanation(code="rounding-point", severity=severity, text=text, proof="statistics", numbers=numbers)
     if size < 2e-4:
         text = f"{shape}, {bias}: more than reordering, less than one 16-bit rounding"
-        return Explanation(code="small", severity="ulp-noise" if bias == "unbiased" else "biased-rounding", text=text, proof="statistics", numbers=numbers)
+        return Explanation(
+            code="small",
+            severity="ulp-noise" if bias == "unbiased" else "biased-rounding",
+            text=text,
+            proof="statistics",
+            numbers=numbers,
+        )
     text = f"{shape}, {bias}: too large for rounding: a different computation"
-    return Explanation(code="different-computation", severity="semantic", text=text, proof="statistics", numbers=numbers)
+    return Explanation(
+        code="different-computation", severity="semantic", text=text, proof="statistics", numbers=numbers
+    )
 
 
 def growth(pair: Pair) -> Explanation | None:
@@ -110,7 +128,9 @@ def growth(pair: Pair) -> Explanation | None:
     if last > 4 * first and last > 0:
         ratio = f"{last / first:.3g} times" if first > 0 else "from zero"
         text = f"the error grows with position ({ratio} from the first to the last quarter of the rows)"
-        return Explanation(code="grows-with-position", severity="ulp-noise", text=text, numbers={"first": first, "last": last})
+        return Explanation(
+            code="grows-with-position", severity="ulp-noise", text=text, numbers={"first": first, "last": last}
+        )
     return None
 
 

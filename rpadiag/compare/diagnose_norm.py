@@ -104,7 +104,13 @@ def norm_output(pair: Pair, ctx: Context) -> Iterator[Explanation]:
         return
     if fit_a.form != fit_b.form:
         text = f"A computes {fit_a.form} * rstd, B computes {fit_b.form} * rstd: another weight or mean on one side (per-column)"
-        yield Explanation(code="norm-form", severity="semantic", text=text, proof="solved", numbers={"form_a": fit_a.form, "form_b": fit_b.form})
+        yield Explanation(
+            code="norm-form",
+            severity="semantic",
+            text=text,
+            proof="solved",
+            numbers={"form_a": fit_a.form, "form_b": fit_b.form},
+        )
         return
     found = _epsilons(pair, z, fit_a, fit_b)
     if found is not None:
@@ -133,7 +139,9 @@ def _other_norm(
     if bool((out == 0).all(1).any()) and not bool((z == 0).all(1).any()):
         rows = int((out == 0).all(1).sum())
         text = f"{side} is zero in {rows} whole rows: the sum of squares overflowed (65504 in fp16), so the inverse rms is 0"
-        yield Explanation(code="overflow", severity="semantic", text=text, proof="solved", numbers={"side": side, "num_rows": rows})
+        yield Explanation(
+            code="overflow", severity="semantic", text=text, proof="solved", numbers={"side": side, "num_rows": rows}
+        )
 
 
 def _epsilons(pair: Pair, z: Tensor, a: NormFit, b: NormFit) -> Explanation | None:
@@ -173,7 +181,13 @@ def _row_scalar(pair: Pair, z: Tensor, a: NormFit, b: NormFit) -> Iterator[Expla
                 f"row-coherent sign: the row gain of {side} equals {name}(inv)/inv (correlation {match:.3f}), |row gain - 1| <= 2^-8: the "
                 f"inverse rms is rounded to {name} on the {side} side, a whole row is scaled by one imprecise scalar"
             )
-            yield Explanation(code="rounded-rstd", severity="biased-rounding", text=text, proof="solved", numbers={"side": side, "correlation": match})
+            yield Explanation(
+                code="rounded-rstd",
+                severity="biased-rounding",
+                text=text,
+                proof="solved",
+                numbers={"side": side, "correlation": match},
+            )
             return
 
 
@@ -220,7 +234,13 @@ def norm_and_rope(pair: Pair, ctx: Context) -> Iterator[Explanation]:
             f"order of norm and rope swapped: A computes {order_a}, B {order_b}; position 0 agrees to rounding (relative {first:.1e}), per-head L2 "
             f"norm differs slightly, the error scales with the spread of the norm weight ({spread:.2g} relative; zero for a constant weight) -> order, not precision"
         )
-        yield Explanation(code="order-swapped", severity="semantic", text=text, proof="solved", numbers={"order_a": order_a, "order_b": order_b})
+        yield Explanation(
+            code="order-swapped",
+            severity="semantic",
+            text=text,
+            proof="solved",
+            numbers={"order_a": order_a, "order_b": order_b},
+        )
         return
     if order_a == order_b == "rope(norm(q))":
         mids = [(normed * weight.double()).float().to(pair.a.dtype)]
@@ -229,7 +249,13 @@ def norm_and_rope(pair: Pair, ctx: Context) -> Iterator[Explanation]:
         base = angles.fit_base(freq, x.shape[-1])
         if base is not None and base.residual < 0.05:
             inv = angles.inverse_frequencies(x.shape[-1], angles.round_base(base.theta))
-            inputs = {"x": x, "weight": weight, "positions": positions, "inv_freq": inv, "eps": ctx.number("eps") or 1e-6}
+            inputs = {
+                "x": x,
+                "weight": weight,
+                "positions": positions,
+                "inv_freq": inv,
+                "eps": ctx.number("eps") or 1e-6,
+            }
             yield from contract_difference(pair, ctx, "qk_norm", inputs)
 
 

@@ -26,7 +26,13 @@ def inv_freq(pair: Pair, ctx: Context) -> Iterator[Explanation]:
             f"inv_freq differs by a few fp32 ULP (at most {pair.change.max_ulp}, {percent(pair.change.differing)} of {len(a)}): another pow, "
             "device or formula; the table error is proportional to position, bf16-visible only in a small fraction at long positions"
         )
-        yield Explanation(code="inv-freq-ulp", severity="ulp-noise", text=text, proof="solved", numbers={"max_ulp": pair.change.max_ulp})
+        yield Explanation(
+            code="inv-freq-ulp",
+            severity="ulp-noise",
+            text=text,
+            proof="solved",
+            numbers={"max_ulp": pair.change.max_ulp},
+        )
         return
     dim = 2 * len(a)
     base_a, base_b = angles.fit_base(a, dim), angles.fit_base(b, dim)
@@ -37,7 +43,13 @@ def inv_freq(pair: Pair, ctx: Context) -> Iterator[Explanation]:
     same = int((abs(ratio - 1) < 1e-6).sum())
     low, high = float(ratio.min()), float(ratio.max())
     text = f"inv_freq is rescaled piecewise: {same} of {len(a)} frequencies equal, the others times {low:.4g} to {high:.4g}: a llama3, yarn or NTK scaling on one side only"
-    yield Explanation(code="rope-scaling", severity="semantic", text=text, proof="solved", numbers={"min": low, "max": high, "num_equal": same})
+    yield Explanation(
+        code="rope-scaling",
+        severity="semantic",
+        text=text,
+        proof="solved",
+        numbers={"min": low, "max": high, "num_equal": same},
+    )
 
 
 def compare_bases(a: Base, b: Base) -> Explanation | None:
@@ -54,7 +66,9 @@ def compare_bases(a: Base, b: Base) -> Explanation | None:
         )  # fmt: skip
     if abs(math.log(scale)) > floor + 1e-3:
         text = f"all frequencies are scaled by {scale:.6g} (positions divided by {1 / scale:.6g}): linear RoPE scaling on one side only"
-        return Explanation(code="rope-scaling", severity="semantic", text=text, proof="solved", numbers={"scale": scale})
+        return Explanation(
+            code="rope-scaling", severity="semantic", text=text, proof="solved", numbers={"scale": scale}
+        )
     return None
 
 
@@ -67,7 +81,9 @@ def table(pair: Pair, ctx: Context) -> Iterator[Explanation]:
     if not same_values(rounded, positions.long()):
         index = {int(p): i for i, p in enumerate(positions.tolist())}
         known = [(i, index[int(r)]) for i, r in enumerate(rounded.tolist()) if int(r) in index]
-        rows, sources = (torch.tensor(v) for v in zip(*known, strict=True)) if known else (torch.empty(0), torch.empty(0))
+        rows, sources = (
+            (torch.tensor(v) for v in zip(*known, strict=True)) if known else (torch.empty(0), torch.empty(0))
+        )
         if len(known) > 0.2 * len(positions) and same_values(pair.a[sources.long()], pair.b[rows.long()]):
             text = "B's table is A's at bf16(position): positions are rounded to bf16, beyond 256 they collapse onto a grid"
             yield Explanation(code="rounded-positions", severity="semantic", text=text, proof="identity")
@@ -111,7 +127,7 @@ def output(pair: Pair, ctx: Context) -> Iterator[Explanation]:
         return
     positions = positions.reshape(-1)
     keep = _rotated_columns(x, pair)
-    turns = tuple(angles.best_turn(x[..., :keep], t[..., :keep]) for t in (pair.a, pair.b))
+    turns = (angles.best_turn(x[..., :keep], pair.a[..., :keep]), angles.best_turn(x[..., :keep], pair.b[..., :keep]))
     found = list(_compare_turns(pair, positions, turns, keep, first))
     yield from found
     if not found:
@@ -134,7 +150,9 @@ def _without_input(pair: Pair, first: str) -> Iterator[Explanation]:
         yield Explanation(code="rotation", severity="semantic", text=text, proof="structure")
 
 
-def _compare_turns(pair: Pair, positions: Tensor, turns: tuple[Turn, Turn], dim: int, first: str) -> Iterator[Explanation]:
+def _compare_turns(
+    pair: Pair, positions: Tensor, turns: tuple[Turn, Turn], dim: int, first: str
+) -> Iterator[Explanation]:
     """Layout, direction, gain, position offset, base: what the angles say."""
     a, b = turns
     limit = max(20 * pair.unit, 0.02)
@@ -185,7 +203,9 @@ def _angles_differ(
     offset = _position_offset(delta, freq_a)
     if offset is not None:
         text = f"every angle is off by {offset} times its frequency: positions are offset by {offset} (harmless for attention scores if both q and k are)"
-        yield Explanation(code="position-offset", severity="semantic", text=text, proof="solved", numbers={"offset": offset})
+        yield Explanation(
+            code="position-offset", severity="semantic", text=text, proof="solved", numbers={"offset": offset}
+        )
         return
     base_a, base_b = angles.fit_base(freq_a, dim), angles.fit_base(freq_b, dim)
     found = compare_bases(base_a, base_b) if base_a and base_b else None
@@ -198,7 +218,9 @@ def _angles_differ(
         low, high = float(ratio.min()), float(ratio.max())
         if high - low > 0.02:
             text = f"{first}; frequencies are rescaled piecewise, by {low:.4g} to {high:.4g}: a llama3, yarn or NTK scaling on one side only"
-            yield Explanation(code="rope-scaling", severity="semantic", text=text, proof="solved", numbers={"min": low, "max": high})
+            yield Explanation(
+                code="rope-scaling", severity="semantic", text=text, proof="solved", numbers={"min": low, "max": high}
+            )
             return
     n = max(1, len(positions) // 8)
     order = torch.argsort(positions)
@@ -207,7 +229,9 @@ def _angles_differ(
     if late > 4 * early:
         text += ": the angle error grows with position (inv_freq or positions rounded to a 16-bit type)"
     severity = "biased-rounding" if float(delta.abs().max()) < 1.0 else "semantic"
-    yield Explanation(code="angles", severity=severity, text=text, proof="solved", numbers={"early": early, "late": late})
+    yield Explanation(
+        code="angles", severity=severity, text=text, proof="solved", numbers={"early": early, "late": late}
+    )
 
 
 def _position_offset(delta: Tensor, freq: Tensor) -> int | None:

@@ -33,7 +33,13 @@ def experts(pair: Pair, ctx: Context) -> Iterator[Explanation]:
             text += f"; every changed token is a tie or near-tie at the k-th place (largest relative margin {ties:.1e})"
     severity = "rounding-contract" if ties is not None and ties < 2**-6 else "semantic"
     text += "; discrete flips downstream, so rank by flipped tokens, not ULP"
-    yield Explanation(code="expert-flips", severity=severity, text=text, proof="solved", numbers={"num_flipped": n, "largest_margin": ties})
+    yield Explanation(
+        code="expert-flips",
+        severity=severity,
+        text=text,
+        proof="solved",
+        numbers={"num_flipped": n, "largest_margin": ties},
+    )
 
 
 def _scores(ctx: Context, rows: int) -> Tensor | None:
@@ -56,23 +62,46 @@ def combine(pair: Pair, ctx: Context) -> Iterator[Explanation]:
         fits = [name for name, value in sources.items() if rel_error(side, value) < max(4 * pair.unit, 1e-5)]
         names.append(fits[0] if fits else "")
     if names[0] and names[1] and names[0] != names[1]:
-        raw = "; the weights of one side are not a distribution (sum > 1, can be negative)" if "raw logits" in names else ""
+        raw = (
+            "; the weights of one side are not a distribution (sum > 1, can be negative)"
+            if "raw logits" in names
+            else ""
+        )
         text = f"moe router: expert ids equal, A's combine weights are {names[0]}, B's are {names[1]}{raw}"
-        yield Explanation(code="combine-weights", severity="semantic", text=text, proof="solved", numbers={"source_a": names[0], "source_b": names[1]})
+        yield Explanation(
+            code="combine-weights",
+            severity="semantic",
+            text=text,
+            proof="solved",
+            numbers={"source_a": names[0], "source_b": names[1]},
+        )
         return
     for this, x, y, total in (("B", b, a, sum_a), ("A", a, b, sum_b)):
         if rel_error(x, y / total) < max(4 * pair.unit, 1e-5) and rel_error(y, y / total) > 1e-3:
             text = f"moe router: {this}'s combine weights are the other side's, renormalised to sum to 1"
-            yield Explanation(code="renormalised", severity="semantic", text=text, proof="solved", numbers={"side": this})
+            yield Explanation(
+                code="renormalised", severity="semantic", text=text, proof="solved", numbers={"side": this}
+            )
             return
-    if float(sum_b.max()) > 1.01 and float(sum_a.max()) <= 1.001 or float(b.min()) < 0 <= float(a.min()):
+    if (float(sum_b.max()) > 1.01 and float(sum_a.max()) <= 1.001) or float(b.min()) < 0 <= float(a.min()):
         text = f"moe router: B's combine weights are not a distribution (sums {float(sum_b.min()):.3g} to {float(sum_b.max()):.3g}, smallest weight {float(b.min()):.3g}): raw router logits or a missing softmax"
-        yield Explanation(code="combine-weights", severity="semantic", text=text, proof="structure", numbers={"max_sum": float(sum_b.max())})
+        yield Explanation(
+            code="combine-weights",
+            severity="semantic",
+            text=text,
+            proof="structure",
+            numbers={"max_sum": float(sum_b.max())},
+        )
 
 
 def _ids(ctx: Context, pair: Pair) -> Tensor | None:
     for name, value in {**ctx.inputs, **ctx.a}.items():
-        if isinstance(value, Tensor) and not value.is_floating_point() and value.shape == pair.a.shape and not _differs(ctx, name):
+        if (
+            isinstance(value, Tensor)
+            and not value.is_floating_point()
+            and value.shape == pair.a.shape
+            and not _differs(ctx, name)
+        ):
             return value.long()
     return None
 

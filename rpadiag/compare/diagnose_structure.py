@@ -15,7 +15,14 @@ from rpadiag.compare.explain import LP, Explanation, Pair, percent
 from rpadiag.structure import COHERENCE_LIMIT, ONE_SIDED_LIMIT, coherence, same_values
 
 RARE = 1e-3  # share of differing 16-bit outputs below which a rounding point did not move
-CLIP_LEVELS = {448.0: "fp8 e4m3", 240.0: "fp8 e4m3fnuz", 57344.0: "fp8 e5m2", 65504.0: "fp16", 127.0: "int8", 6.0: "fp4 e2m1"}
+CLIP_LEVELS = {
+    448.0: "fp8 e4m3",
+    240.0: "fp8 e4m3fnuz",
+    57344.0: "fp8 e5m2",
+    65504.0: "fp16",
+    127.0: "int8",
+    6.0: "fp4 e2m1",
+}
 
 
 def non_finite(pair: Pair) -> Iterator[Explanation]:
@@ -29,7 +36,9 @@ def non_finite(pair: Pair) -> Iterator[Explanation]:
     if only_mask and pair.role.kind in ("logits", "scores", "logprob"):
         n = int((masked_a != masked_b).sum())
         side = "B" if int(masked_b.sum()) > int(masked_a.sum()) else "A"
-        text = f"{n} entries are -inf on the {side} side only: masked out (top-k, top-p, a grammar or an attention mask)"
+        text = (
+            f"{n} entries are -inf on the {side} side only: masked out (top-k, top-p, a grammar or an attention mask)"
+        )
         yield Explanation(code="masked", severity="semantic", text=text, proof="solved", numbers={"num_masked": n})
         return
     side, bad, good = ("B", bad_b & ~bad_a, a) if int(bad_b.sum()) >= int(bad_a.sum()) else ("A", bad_a & ~bad_b, b)
@@ -43,7 +52,9 @@ def non_finite(pair: Pair) -> Iterator[Explanation]:
     if finite_there.numel() and float(finite_there.min()) > 0.5 * min(limit, 65504.0):
         code = "overflow"
         text += f"; the other side holds magnitudes of {float(finite_there.min()):.4g} and more there: overflow (65504 is the largest fp16)"
-    elif bad.ndim >= 2 and bool(bad.reshape(-1, bad.shape[-1]).any(-1).eq(bad.reshape(-1, bad.shape[-1]).all(-1)).all()):
+    elif bad.ndim >= 2 and bool(
+        bad.reshape(-1, bad.shape[-1]).any(-1).eq(bad.reshape(-1, bad.shape[-1]).all(-1)).all()
+    ):
         rows = int(bad.reshape(-1, bad.shape[-1]).all(-1).sum())
         code = "non-finite-rows"
         text += f"; {rows} whole rows: a fully masked softmax row (0/0), or an overflowed row reduction"
@@ -70,7 +81,9 @@ def boundary(pair: Pair) -> Iterator[Explanation]:
                 f"everything before index {k} is bit-equal, everything from the boundary (index {k}) on differs from its first "
                 "entry on -> a document boundary in a packed row (cross-document attention), or the inputs change there"
             )
-            yield Explanation(code="document-boundary", severity="data", text=text, proof="solved", region="data", numbers=numbers)
+            yield Explanation(
+                code="document-boundary", severity="data", text=text, proof="solved", region="data", numbers=numbers
+            )
         else:
             text += " -> something starts there: a chunk, a document, a table length or a window"
             yield Explanation(code="row-boundary", severity="semantic", text=text, numbers=numbers)
@@ -118,7 +131,9 @@ def saturated(pair: Pair) -> Iterator[Explanation]:
         cap = solve_softcap(x, y)
         if cap is not None:
             text = f"{side} == c * tanh(other / c) with c = {cap:.5g} (solved): a soft cap on the {side} side only"
-            yield Explanation(code="softcap", severity="semantic", text=text, proof="solved", numbers={"side": side, "cap": cap})
+            yield Explanation(
+                code="softcap", severity="semantic", text=text, proof="solved", numbers={"side": side, "cap": cap}
+            )
             return
 
 
@@ -145,13 +160,21 @@ def coarser_grid(pair: Pair) -> Iterator[Explanation]:
         step = absolute_grid(x)
         if step is not None and absolute_grid(y) is None:
             text = f"{side} values collapse onto multiples of 2^{step} (the fp8 subnormal grid is 2^-9) -> quantised with a unit scale"
-            yield Explanation(code="absolute-grid", severity="semantic", text=text, proof="solved", numbers={"side": side, "log2_step": step})
+            yield Explanation(
+                code="absolute-grid",
+                severity="semantic",
+                text=text,
+                proof="solved",
+                numbers={"side": side, "log2_step": step},
+            )
             return
         if mine <= 10 < other or mine <= 3 < other:
             grid = {7: "bf16", 10: "fp16 or tf32", 3: "fp8 e4m3", 2: "fp8 e5m2"}.get(mine, f"{mine}-bit mantissa")
             text = f"{side} lies on the {grid} grid, the other side uses {other} mantissa bits"
             severity = "rounding-contract" if mine >= 7 else "semantic"
-            yield Explanation(code="coarser-grid", severity=severity, text=text, numbers={"side": side, "mantissa_bits": mine})
+            yield Explanation(
+                code="coarser-grid", severity=severity, text=text, numbers={"side": side, "mantissa_bits": mine}
+            )
             return
 
 
@@ -251,8 +274,13 @@ def _gain_along(pair: Pair, a: Tensor, b: Tensor, *, axis: int, name: str) -> Ex
         return None
     low, high = float(spread.min()), float(spread.max())
     small = max(abs(low - 1), abs(high - 1)) <= 2**-7
-    what = {"row": "a scalar of the row (inverse rms, epsilon, a dynamic scale)", "column": "a weight, bias or per-channel scale"}[name]
-    text = f"each {name} is off by a constant factor of its own ({low:.6g} to {high:.6g}), the rest is rounding -> {what}"
+    what = {
+        "row": "a scalar of the row (inverse rms, epsilon, a dynamic scale)",
+        "column": "a weight, bias or per-channel scale",
+    }[name]
+    text = (
+        f"each {name} is off by a constant factor of its own ({low:.6g} to {high:.6g}), the rest is rounding -> {what}"
+    )
     return Explanation(
         code=f"{name}-gain", severity="biased-rounding" if small else "semantic", text=text, proof="solved",
         numbers={"min_gain": low, "max_gain": high},
@@ -294,4 +322,9 @@ def column_subset(pair: Pair) -> Iterator[Explanation]:
             text = f"{total - n} of {total} columns are bit-equal, the others differ"
         else:
             text = f"only {span} differ, the other {total - n} are bit-equal"
-        yield Explanation(code="column-subset", severity="rounding-contract", text=text, numbers={"num_columns": n, "first": low, "last": high})
+        yield Explanation(
+            code="column-subset",
+            severity="rounding-contract",
+            text=text,
+            numbers={"num_columns": n, "first": low, "last": high},
+        )

@@ -48,7 +48,9 @@ def activation(pair: Pair, ctx: Context) -> Iterator[Explanation]:
     if max(left_a, left_b) > limit and min(left_a, left_b) < limit:
         side = "B" if left_b > left_a else "A"
         text = f"{side} is none of the known gated activations of gate and up (closest {form_b if side == 'B' else form_a}, relative {max(left_a, left_b):.2g}); the other side is {form_a if side == 'B' else form_b}"
-        yield Explanation(code="unknown-formula", severity="semantic", text=text, proof="structure", numbers={"side": side})
+        yield Explanation(
+            code="unknown-formula", severity="semantic", text=text, proof="structure", numbers={"side": side}
+        )
         return
     yield from contract_difference(pair, ctx, "swiglu", {"gate": gate, "up": up})
 

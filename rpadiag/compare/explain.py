@@ -107,7 +107,11 @@ class Context:
     def number(self, role: str) -> float | None:
         """An input by role, as a number."""
         found = find_input(role, self.inputs)
-        return float(found) if isinstance(found, int | float) or (isinstance(found, Tensor) and found.numel() == 1) else None
+        return (
+            float(found)
+            if isinstance(found, int | float) or (isinstance(found, Tensor) and found.numel() == 1)
+            else None
+        )
 
     def without(self, *names: str) -> Context:
         return replace(self, inputs={k: v for k, v in self.inputs.items() if k not in names})

@@ -104,7 +104,9 @@ class Fingerprint:
         axes: dict[str, list[str]] = {}
         for a in self.ambiguities:
             axes.setdefault(a.reason, []).append(a.axis)
-        return [f"{', '.join(names)}: {reason}" for reason, names in axes.items()] + [r for r in self.reasons if r not in axes]
+        return [f"{', '.join(names)}: {reason}" for reason, names in axes.items()] + [
+            r for r in self.reasons if r not in axes
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
@@ -125,7 +127,9 @@ class Fingerprint:
     def from_dict(cls, data: Mapping[str, Any]) -> Fingerprint:
         """Inverse of :meth:`to_dict`."""
         if data.get("status") not in STATUSES:
-            raise UsageError(f"not a fingerprint: status {data.get('status')!r}", detail=f"known: {', '.join(STATUSES)}")
+            raise UsageError(
+                f"not a fingerprint: status {data.get('status')!r}", detail=f"known: {', '.join(STATUSES)}"
+            )
         two = data.get("level_two")
         structure = data.get("structure")
         return cls(

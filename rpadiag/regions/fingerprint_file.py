@@ -64,7 +64,9 @@ def summarise(region: str, found: Mapping[str, Fingerprint], *, plain: Sequence[
         )  # fmt: skip
     most = max(len(v) for v in votes.values())
     leaders = [v[0] for v in votes.values() if len(v) == most]
-    disagreeing = tuple(s for s, f in found.items() if not any(_agrees(m, leaders, plain=s in plain) for m in f.matches))
+    disagreeing = tuple(
+        s for s, f in found.items() if not any(_agrees(m, leaders, plain=s in plain) for m in f.matches)
+    )
     if len(leaders) > 1:
         first = next(f for f in fused.values() if len(f.matches) > 1)
         return RegionSummary(**base, contract=None, reason=first.text, disagreeing=disagreeing)

@@ -84,7 +84,10 @@ def fingerprint_qk_rope(
         blind_spot=blind,
     )
     found = identify(search, out)
-    return {region: _project(found, part, region) for part, region in (("mid", "qk_norm"), ("norm", "rmsnorm"), ("rope", "rope"))}
+    return {
+        region: _project(found, part, region)
+        for part, region in (("mid", "qk_norm"), ("norm", "rmsnorm"), ("rope", "rope"))
+    }
 
 
 def _project(found: Fingerprint, part: str, region: str) -> Fingerprint:

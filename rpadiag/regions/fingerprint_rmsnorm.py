@@ -33,7 +33,9 @@ def fingerprint_rmsnorm(
     inputs = [x] if residual is None else [x, residual]
     dtype = check_capture("rmsnorm", out, *inputs)
     if x.shape != out.shape or (residual is not None and residual.shape != x.shape):
-        raise UsageError(f"fingerprint of rmsnorm: input {tuple(x.shape)} and output {tuple(out.shape)} differ in shape")
+        raise UsageError(
+            f"fingerprint of rmsnorm: input {tuple(x.shape)} and output {tuple(out.shape)} differ in shape"
+        )
     if weight is not None and weight.shape != x.shape[-1:]:
         raise UsageError(f"fingerprint of rmsnorm: weight {tuple(weight.shape)} for {x.shape[-1]} columns")
     if (early := not_low_precision("rmsnorm", out, dtype)) is not None:
@@ -61,8 +63,8 @@ def fingerprint_rmsnorm(
 
 def candidates(*, has_weight: bool, has_residual: bool) -> Iterable[RmsNormContract]:
     """Level-one contracts, less the axes that are empty by construction: no residual, no weight."""
-    pinned: dict[str, str] = {} if has_residual else {"sum": "lp", "variance": "rounded"}
-    for contract in RmsNormContract.space(**pinned):
+    space = RmsNormContract.space() if has_residual else RmsNormContract.space(sum="lp", variance="rounded")
+    for contract in space:
         if contract.weight != "none" and has_weight:
             yield contract
         elif contract.weight == "none" and (contract.scale == "lp") == (contract.store == "rne"):

@@ -55,7 +55,9 @@ def fingerprint_rope(
             raise UsageError("fingerprint of rope needs inv_freq, or cos and sin")
         cos, sin = rope_table(positions, inv_freq)
     else:
-        rounded_table = bool((cos == cos.to(x.dtype).to(cos.dtype)).all() and (sin == sin.to(x.dtype).to(sin.dtype)).all())
+        rounded_table = bool(
+            (cos == cos.to(x.dtype).to(cos.dtype)).all() and (sin == sin.to(x.dtype).to(sin.dtype)).all()
+        )
     table_cos, table_sin = cos.float(), sin.float()
 
     def evaluate(contract: Contract, rows: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from rpadiag.contracts import Contract, SwigluContract
 from rpadiag.errors import UsageError
-from rpadiag.regions import swiglu
 from rpadiag.regions.fingerprint import (
     Fingerprint,
     Search,
@@ -17,6 +16,7 @@ from rpadiag.regions.fingerprint import (
     is_power_of_two,
     not_low_precision,
 )
+from rpadiag.regions.swiglu import reference
 
 
 def fingerprint_swiglu(gate: Tensor, up: Tensor, out: Tensor) -> Fingerprint:
@@ -31,7 +31,7 @@ def fingerprint_swiglu(gate: Tensor, up: Tensor, out: Tensor) -> Fingerprint:
 
     def evaluate(contract: Contract, rows: Tensor) -> Tensor:
         assert isinstance(contract, SwigluContract)
-        return swiglu.reference(gate[rows], up[rows], contract=contract)
+        return reference(gate[rows], up[rows], contract=contract)
 
     search = Search(
         region="swiglu",

@@ -10,7 +10,6 @@ from torch import Tensor
 from rpadiag.compare.diagnose import Diagnosis, diagnose_sites
 from rpadiag.contracts import Contract
 
-
 MIN_ROWS, MAX_ELEMENTS = 64, 400_000
 
 
@@ -40,11 +39,14 @@ def read_contracts(region: str, inputs: Mapping[str, Any], out: Tensor) -> tuple
         for k, v in inputs.items()
     ):
         return (), False
-    if region == "rmsnorm" and inputs.get("x") is not None:
-        width = out.shape[-1]
-        rows = [None if inputs[k] is None else inputs[k].reshape(-1, width) for k in ("x", "residual")]
+    if region == "rmsnorm" and isinstance(inputs.get("x"), Tensor):
+        residual = inputs["residual"]
         found = fingerprint_rmsnorm(
-            rows[0], inputs["weight"], out.reshape(-1, width), eps=inputs["eps"], residual=rows[1]
+            _rows(inputs["x"]),
+            inputs["weight"],
+            _rows(out),
+            eps=inputs["eps"],
+            residual=None if residual is None else _rows(residual),
         )
     elif region == "rope":
         dim = int(inputs["rotary_dim"])

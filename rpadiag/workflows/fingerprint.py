@@ -40,7 +40,11 @@ class FingerprintResult:
     path: Path | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        return {**self.content, "findings": [f.to_dict() for f in self.findings], "path": str(self.path) if self.path else None}
+        return {
+            **self.content,
+            "findings": [f.to_dict() for f in self.findings],
+            "path": str(self.path) if self.path else None,
+        }
 
 
 def run_fingerprint(options: FingerprintOptions, progress: Progress = SILENT) -> FingerprintResult:
@@ -56,9 +60,7 @@ def run_fingerprint(options: FingerprintOptions, progress: Progress = SILENT) ->
         weights = weights_of(source.trainer.model, facts)
         with progress.stage("fingerprint layers", facts.num_layers) as stage:
             found = fingerprint_sites(captured, weights, facts, options.regions, stage.advance)
-    summaries = {
-        r: summarise(r, group, plain=found.plain) for r, group in found.found.items() if r in options.regions
-    }
+    summaries = {r: summarise(r, group, plain=found.plain) for r, group in found.found.items() if r in options.regions}
     content = file_content(summaries, found.sites, source=source.facts)
     target = options.output or source.directory
     path = None
@@ -87,7 +89,9 @@ def _findings(summaries: Mapping[str, RegionSummary], found: SiteFingerprints, l
             if rare:
                 worst = max(rare, key=lambda two: two.num_differing)
                 numbers["num_sites_with_rare_mismatches"] = len(rare)
-                text += f"; {len(rare)} sites have rare mismatches, at most {worst.num_differing} elements ({worst.cause})"
+                text += (
+                    f"; {len(rare)} sites have rare mismatches, at most {worst.num_differing} elements ({worst.cause})"
+                )
             yield Finding(code="contract", severity="info", text=text, region=region, numbers=numbers, rank=rank)
         else:
             none_fits = any(f.status == "no known contract" for f in found.found[region].values())
@@ -97,9 +101,13 @@ def _findings(summaries: Mapping[str, RegionSummary], found: SiteFingerprints, l
             )  # fmt: skip
         for site in s.disagreeing[:3] if s.contract is not None else ():
             text = f"{site} does not follow it: {found.found[region][site].text}"
-            yield Finding(code="site-disagrees", severity="warning", text=text, region=region, site=site, rank=10 + rank)
+            yield Finding(
+                code="site-disagrees", severity="warning", text=text, region=region, site=site, rank=10 + rank
+            )
     for region, reason in found.missing.items():
-        yield Finding(code="not-captured", severity="notice", text=f"{region} of {label}: {reason}", region=region, rank=20)
+        yield Finding(
+            code="not-captured", severity="notice", text=f"{region} of {label}: {reason}", region=region, rank=20
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -128,7 +128,9 @@ def fingerprint_sites(
         on_layer()
     if "rmsnorm" in regions:
         last = facts.num_layers - 1
-        _fused_norm(result, captured, weights, facts, "final_norm", layer_site(last, "down"), layer_site(last, "resid_attn"))
+        _fused_norm(
+            result, captured, weights, facts, "final_norm", layer_site(last, "down"), layer_site(last, "resid_attn")
+        )
     for region in regions:
         if region not in result.found:
             result.missing.setdefault(region, f"no site of {region} was captured together with its inputs")
@@ -218,7 +220,12 @@ def _qk_layer(result: SiteFingerprints, captured: Captured, weights: Weights, fa
 
 
 _Layer = Callable[[SiteFingerprints, Captured, Weights, "ModelFacts", int], None]
-_REGIONS: dict[str, _Layer] = {"rope": _rope_layer, "swiglu": _swiglu_layer, "rmsnorm": _norm_layer, "qk_norm": _qk_layer}
+_REGIONS: dict[str, _Layer] = {
+    "rope": _rope_layer,
+    "swiglu": _swiglu_layer,
+    "rmsnorm": _norm_layer,
+    "qk_norm": _qk_layer,
+}
 
 
 def captured_from(captures: Iterator[tuple[Capture, int]]) -> Captured:

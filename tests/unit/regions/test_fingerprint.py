@@ -30,7 +30,9 @@ QUERY, POSITIONS = normal(6, 64, 2, 64), torch.arange(64) * 11
 INV_FREQ = 1.0 / 10000.0 ** (torch.arange(0, 64, 2) / 64)
 
 
-def normed(contract: RmsNormContract, x: Tensor = X, weight: Tensor = WEIGHT, residual: Tensor | None = RESIDUAL) -> Tensor:
+def normed(
+    contract: RmsNormContract, x: Tensor = X, weight: Tensor = WEIGHT, residual: Tensor | None = RESIDUAL
+) -> Tensor:
     y = rmsnorm.reference(
         x, None if contract.weight == "none" else weight, eps=EPS, contract=contract, residual=residual
     )
