@@ -46,7 +46,9 @@ Attention = Annotated[
 Mode = Annotated[
     str,
     typer.Option(
-        "--mode", metavar="|".join(MODES), help="How vLLM runs: eager shows every site, compiled those of attention."
+        "--mode",
+        metavar="|".join(MODES),
+        help="How vLLM runs: eager shows every site, compiled attention and head only.",
     ),
 ]
 Contract = Annotated[
