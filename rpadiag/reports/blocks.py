@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -134,10 +134,19 @@ def floors_block(run: Run, key: str) -> Block | None:
     return Block(
         key=f"{key}-floors",
         title="Noise floors",
-        lead=[
-            "Neither stack agrees with itself when its batching changes. A gap no larger than these floors says that the stacks round differently somewhere, and nothing about how much that matters."
-        ],
+        lead=[_floors_lead(floors)],
         figures=[figures_attribution.floor_bars(f"{key}-floor", gap, floors)],
+    )
+
+
+def _floors_lead(floors: Sequence[Mapping[str, Any]]) -> str:
+    what = "A floor is one stack against itself on the same tokens with only its batching changed."
+    known = [float(f["mean_abs_d"]) for f in floors if not is_missing(f.get("mean_abs_d"))]
+    if known and max(known) == 0.0:
+        return f"{what} Here each stack repeats itself to the last bit, so the whole gap lies between the two."
+    return (
+        f"{what} A gap no larger than a floor says that the stacks round differently somewhere, and nothing about "
+        "how much that matters."
     )
 
 

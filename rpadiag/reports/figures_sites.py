@@ -201,6 +201,7 @@ def site_table(by_point: pd.DataFrame) -> Table:
                 percent(r["differing"]),
                 number(r["local_rel_l2"]),
                 number(r["rel_l2"]),
+                number(r["local_balance"], 2),
                 count(r["local_max_ulp"]),
                 count(r["nonfinite"]),
                 words(r["local_reason"]),
@@ -217,6 +218,10 @@ def site_table(by_point: pd.DataFrame) -> Table:
             Column(title="end to end"),
             Column(title="rel. L2 made here"),
             Column(title="rel. L2 end to end"),
+            Column(
+                title="balance made here",
+                hint="−1: every difference lies toward zero on the rollout’s side, as truncation does; 0: balanced",
+            ),
             Column(title="max ULP made here", hint="harmlessly large near zero"),
             Column(title="NaN or infinite"),
             Column(title="not measured because", numeric=False),

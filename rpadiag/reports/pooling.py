@@ -1,6 +1,6 @@
 """Sums over prompts and layers that the plots need. Nothing here is a new statistic.
 
-Shares are pooled as counts over counts. Relative L2 is the root mean square over rows, weighted by elements:
+Shares are pooled as counts over counts, balances by the elements that differ. Relative L2 is the root mean square over rows, weighted by elements:
 a run keeps it per prompt, and the norms behind it are not kept.
 """
 
@@ -24,8 +24,8 @@ CONTEXT_AFTER = 5
 def pool_sites(sites: pd.DataFrame, *, precision: str, by: Sequence[str]) -> pd.DataFrame:
     """Site rows of one precision summed over prompts and sources, one row for each value of ``by``.
 
-    Columns: ``by``, n, differing, rel_l2, max_ulp, nonfinite, local_n, local_differing, local_rel_l2, local_max_ulp,
-    inherited, local_reason. Shares and ratios are NaN where nothing was measured. Rows come in execution order
+    Columns: ``by``, n, differing, rel_l2, max_ulp, nonfinite, balance (of magnitudes), the same
+    with ``local_`` before them, inherited, local_reason. Shares and ratios are NaN where nothing was measured. Rows come in execution order
     of ``point`` where that is a key.
     """
     chosen = sites[sites["precision"] == precision]
@@ -45,6 +45,7 @@ def pool_sites(sites: pd.DataFrame, *, precision: str, by: Sequence[str]) -> pd.
         with np.errstate(invalid="ignore", divide="ignore"):
             sums[f"{prefix}differing"] = np.where(measured, sums[f"{prefix}num_differing"] / sums[f"{prefix}n"], np.nan)
             sums[f"{prefix}rel_l2"] = np.where(measured, np.sqrt(sums[f"{prefix}sq"] / sums[f"{prefix}weight"]), np.nan)
+            sums[f"{prefix}balance"] = sums[f"{prefix}leaning"] / sums[f"{prefix}balanced"]  # NaN where nothing differs
         sums.loc[~measured, f"{prefix}n"] = np.nan
     sums["inherited"] = (sums["differing"] - sums["local_differing"]).clip(lower=0.0)
     if "point" in by:
@@ -61,9 +62,13 @@ def _summands(rows: pd.DataFrame, prefix: str) -> dict[str, np.ndarray]:
     n = np.nan_to_num(_numbers(rows, f"{prefix}n"))
     rel = _numbers(rows, f"{prefix}rel_l2")
     weight = np.where(np.isfinite(rel), n, 0.0)
+    differing = np.nan_to_num(_numbers(rows, f"{prefix}num_differing"))
+    balance = _numbers(rows, f"{prefix}magnitude_balance")
     return {
         f"{prefix}n": n,
-        f"{prefix}num_differing": np.nan_to_num(_numbers(rows, f"{prefix}num_differing")),
+        f"{prefix}num_differing": differing,
+        f"{prefix}leaning": differing * np.nan_to_num(balance),
+        f"{prefix}balanced": np.where(np.isfinite(balance), differing, 0.0),
         f"{prefix}weight": weight,
         f"{prefix}sq": weight * np.nan_to_num(rel, posinf=0.0, neginf=0.0) ** 2,
         f"{prefix}max_ulp": _numbers(rows, f"{prefix}max_ulp"),

@@ -26,7 +26,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> list[Figure]:
 def site_rows(**columns: list[object]) -> pd.DataFrame:
     base = {
         "precision": "model", "point": "q_rope", "region": "rope", "max_ulp": 1, "rel_l2": 0.0, "num_nonfinite_trainer": 0,
-        "num_nonfinite_rollout": 0, "local_n": np.nan, "local_num_differing": np.nan, "local_max_ulp": np.nan, "local_rel_l2": np.nan, "local_reason": None,
+        "num_nonfinite_rollout": 0, "local_n": np.nan, "local_num_differing": np.nan, "local_max_ulp": np.nan, "local_rel_l2": np.nan, "local_reason": None, "magnitude_balance": np.nan, "local_magnitude_balance": np.nan,
     }  # fmt: skip
     size = len(next(iter(columns.values())))
     return pd.DataFrame({k: [v] * size for k, v in base.items() if k not in columns} | columns)
