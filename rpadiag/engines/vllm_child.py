@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -56,6 +57,7 @@ class Child:
     """The child process, its connection and its log."""
 
     def __init__(self, environment: Mapping[str, str], log_path: Path | None) -> None:
+        self._log_is_ours = log_path is None
         if log_path is None:
             descriptor, name = tempfile.mkstemp(prefix="rpadiag-vllm-", suffix=".log")
             os.close(descriptor)
@@ -67,11 +69,14 @@ class Child:
             f"import sys; sys.path.append({str(root)!r}); from rpadiag.engines.vllm_process import main; "
             "main(*map(int, sys.argv[1:]))"
         )
+        scratch = tempfile.mkdtemp(prefix="rpadiag-vllm-")
+        # vLLM leaves a rendezvous file per engine; compiled models keep their cache where it is
+        temporary = {"TMPDIR": scratch} if "TORCHDYNAMO_DISABLE" in environment else {}
         with theirs, log_path.open("ab") as log:
             # -P and a session of its own: no import from the working directory, no Ctrl-C meant for the caller
             self._child = subprocess.Popen(
                 [sys.executable, "-P", "-c", code, str(theirs.fileno()), str(os.getpid())],
-                env={**os.environ, **environment},
+                env={**os.environ, **environment, **temporary},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -79,7 +84,7 @@ class Child:
                 start_new_session=True,
             )
         self.connection = Connection(ours.detach())
-        self._kill = weakref.finalize(self, _kill, self._child)
+        self._kill = weakref.finalize(self, _kill, self._child, scratch)
 
     def request(self, message: Mapping[str, Any], *, on_finished: Callable[[int], None] | None = None) -> Any:
         """Send a command and wait for its result. The child is killed if waiting is interrupted."""
@@ -120,6 +125,8 @@ class Child:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(STOP_S)
         self.kill()
+        if self._log_is_ours:
+            self.log_path.unlink(missing_ok=True)
 
     def kill(self) -> None:
         """End the child and whatever it started, at once."""
@@ -142,10 +149,11 @@ class Child:
         )
 
 
-def _kill(child: subprocess.Popen[bytes]) -> None:
+def _kill(child: subprocess.Popen[bytes], scratch: str) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
+    shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _hint(code: int, tail: str) -> str | None:

@@ -24,7 +24,7 @@ import numpy as np
 
 from rpadiag.engines.base import ModelFacts, TokenScores
 from rpadiag.engines.bundle_writer import BundleWriter
-from rpadiag.errors import RpadiagError, unknown_name
+from rpadiag.errors import EngineError, InputError, RpadiagError, unknown_name
 
 if TYPE_CHECKING:
     import torch
@@ -100,9 +100,14 @@ class Host:
         self._device = device
         with self._digesting():
             self._llm = LLM(model=model, **given)
-        config = self._llm.llm_engine.vllm_config
         from rpadiag.engines.vllm_capture import observable
+        from rpadiag.engines.vllm_weights import check_complete
 
+        try:
+            check_complete(self._runner().get_model(), self._delivered, name=model)
+        except InputError:
+            self._unload()
+            raise
         return {
             "facts": dataclasses.asdict(facts),
             "sites": observable(self._runner(), facts.sites),
@@ -112,7 +117,7 @@ class Host:
                 "device_name": torch.cuda.get_device_name() if device != "cpu" else _cpu_name(),
                 "arguments": {k: v for k, v in given.items() if v != _default(defaults[k])},
                 "load_s": round(time.monotonic() - started, 3),
-                **_effective(config, self._runner()),
+                **_effective(self._engine.vllm_config, self._runner()),
             },
         }
 
@@ -137,7 +142,7 @@ class Host:
         """Score sequences, and capture ``sites`` of them, into a new bundle."""
         order = [[i] for i in range(len(sequences))] if not together else self._groups(sequences, num_generate)
         with BundleWriter(directory, meta) as bundle:
-            recorder: Recorder = self._llm.collective_rpc("rpadiag_recorder", args=(bundle, sites))[0]
+            recorder: Recorder = self._engine.collective_rpc("rpadiag_recorder", args=(bundle, sites))[0]
             try:
                 recorder.attach()
                 for group in order:
@@ -154,9 +159,9 @@ class Host:
 
         with serve_attention(self._runner().get_model(), self._connection):
             parameters = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-            self._llm.llm_engine.add_request("0", {"prompt_token_ids": [0] * num_tokens}, parameters)
-            while self._llm.llm_engine.has_unfinished_requests():
-                self._llm.llm_engine.step()
+            self._engine.add_request("0", {"prompt_token_ids": [0] * num_tokens}, parameters)
+            while self._engine.has_unfinished_requests():
+                self._engine.step()
 
     # -- scoring -----------------------------------------------------------------------------------
 
@@ -174,7 +179,7 @@ class Host:
         # On a CPU a request's own generator dies in a prompt that is split over steps, so there the seed is global.
         own_seeds = num_generate > 0 and temperature > 0 and self._device != "cpu"
         torch.manual_seed(seed + min(group))
-        engine = self._llm.llm_engine
+        engine = self._engine
         for index, sequence in group.items():
             ids = sequence["token_ids"]
             recorder.begin(index, ids, num_generate)
@@ -228,7 +233,7 @@ class Host:
 
     def _groups(self, sequences: list[dict[str, Any]], num_generate: int) -> list[list[int]]:
         """Split sequences so that each group fits into the cache: vLLM would preempt and recompute otherwise."""
-        config = self._llm.llm_engine.vllm_config
+        config = self._engine.vllm_config
         block = config.cache_config.block_size
         free = config.cache_config.num_gpu_blocks - 1  # block 0 is vLLM's null block
         groups: list[list[int]] = [[]]
@@ -254,8 +259,14 @@ class Host:
         config.update(arguments.get("hf_overrides") or {})
         return family.facts(config)
 
+    @property
+    def _engine(self) -> Any:
+        if self._llm is None:
+            raise EngineError("no model is loaded in the vLLM process", hint="reload one; the last reload failed")
+        return self._llm.llm_engine
+
     def _runner(self) -> Any:
-        executor = self._llm.llm_engine.model_executor
+        executor = self._engine.model_executor
         worker = getattr(executor, "driver_worker", executor)
         return getattr(worker, "worker", worker).model_runner
 

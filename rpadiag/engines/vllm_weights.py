@@ -1,41 +1,64 @@
-"""Digests of the parameters that vLLM holds, under the checkpoint's names."""
+"""vLLM's parameters under the checkpoint's names: which tensors a model needs, and digests of what it holds."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 
 from rpadiag.engines.digests import tensor_digest
 from rpadiag.engines.families import family_for
+from rpadiag.errors import InputError
+
+
+def check_complete(model: torch.nn.Module, delivered: Collection[str], *, name: str) -> None:
+    """InputError unless the checkpoint delivered every tensor: vLLM leaves memory as it was where one is missing."""
+    needed = [key for keys, _ in _parameters(model) for key in keys]
+    missing = sorted(set(needed) - set(delivered))
+    if missing:
+        raise InputError(
+            f"half a model: {name} lacks {missing[0]}",
+            detail=f"{len(missing)} of {len(needed)} tensors are missing",
+            hint="download the checkpoint again",
+        )
 
 
 def live_digests(model: torch.nn.Module, *, known: Collection[str]) -> dict[str, str]:
-    """Digest of each checkpoint tensor that can be read back from vLLM's parameters.
+    """Digest of each checkpoint tensor that can be read back from vLLM's parameters; ``known`` limits the names.
 
     Fused parameters are cut along dimension 0; padded vocabulary rows are cut off. Skipped, because a kernel
-    replaced them by a packed form: parameters that are empty or of another shape. ``known`` limits the names.
+    replaced them by a packed form: parameters that are empty or of another shape.
     """
     config: Any = model.config
     family = family_for(config.architectures)
     facts = family.facts(config)
     widths = family.widths(facts)
     found: dict[str, str] = {}
-    for name, parameter in model.named_parameters():
+    for keys, parameter in _parameters(model):
         if parameter.numel() == 0:
             continue
-        path, _, kind = name.rpartition(".")
-        parent, _, leaf = path.rpartition(".")
-        if leaf in family.fused:
-            parts = family.fused[leaf]
-            sizes = [widths[part.removesuffix("_proj")] for part in parts]
+        if len(keys) > 1:
+            sizes = [widths[key.split(".")[-2].removesuffix("_proj")] for key in keys]
             if sum(sizes) != parameter.shape[0]:
                 continue
-            pieces = {f"{parent}.{p}.{kind}": t for p, t in zip(parts, parameter.split(sizes), strict=True)}
-        elif leaf in ("embed_tokens", "lm_head"):
-            pieces = {name: parameter[: facts.vocab_size]}
+            pieces = list(parameter.split(sizes))
+        elif keys[0].split(".")[-2] in ("embed_tokens", "lm_head"):
+            pieces = [parameter[: facts.vocab_size]]
         else:
-            pieces = {name: parameter}
-        found |= {key: tensor_digest(tensor.data) for key, tensor in pieces.items() if key in known}
+            pieces = [parameter]
+        found |= {key: tensor_digest(t.data) for key, t in zip(keys, pieces, strict=True) if key in known}
     return found
+
+
+def _parameters(model: torch.nn.Module) -> Iterator[tuple[list[str], torch.nn.Parameter]]:
+    """(checkpoint names stacked in it, parameter) of every parameter; a tied head counts once."""
+    config: Any = model.config
+    fused = family_for(config.architectures).fused
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    for name, parameter in model.named_parameters():
+        path, _, kind = name.rpartition(".")
+        parent, _, leaf = path.rpartition(".")
+        if tied and leaf == "lm_head":
+            continue
+        yield [f"{parent}.{part}.{kind}" for part in fused[leaf]] if leaf in fused else [name], parameter
