@@ -191,4 +191,4 @@ def _show_points(run: Run) -> None:
         for r in pooled.to_dict("records")
     ]
     title = "Sites: elements that differ, all layers"
-    print_table(title, ("site", "region", "made here", "end to end", "elements"), rows)
+    print_table(title, ("site", "region", "made here", "end to end", "elements"), rows, left=2)
