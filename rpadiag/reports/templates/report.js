@@ -3,6 +3,7 @@
   const figures = JSON.parse(document.getElementById("figures").textContent);
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const phone = matchMedia("(max-width: 640px)");
+  const PRINTED_WIDTH = 640; // pixels; fits A4 and Letter inside the margins, where no resize event comes
   const chosen = {};
   let printing = false;
 
@@ -30,6 +31,7 @@
     let data = figure.data;
     let layout = merge(figure.layout, { dragmode: onPhone ? false : "zoom" });
     if (onPhone) layout = merge(layout, figure.narrow);
+    if (printing) layout = merge(layout, { width: PRINTED_WIDTH });
     if (figure.choices.length) {
       const choice = figure.choices[chosen[figure.key] || 0];
       data = data.map((trace, index) => Object.assign({}, trace, { visible: choice.traces.includes(index) }));
