@@ -28,12 +28,18 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """``frequency_i = scale * theta ** (-2 i / D)``; residual: rms of ln(frequency) about that line."""
+    """``frequency_i = scale * theta ** (-2 i / D)``; residual: rms of ln(frequency) about that line; error: of ln(theta)."""
 
     theta: float
     scale: float
     residual: float
+    error: float
     num_pairs: int
+
+    @property
+    def round_theta(self) -> float:
+        """The round number that the fit cannot be told from, or theta itself."""
+        return round_base(self.theta, within=min(0.02, max(5 * self.error, 1e-3)))
 
 
 def pairs(x: Tensor, layout: str) -> Tensor:
@@ -117,7 +123,10 @@ def fit_base(freq: Tensor, dim: int) -> Base | None:
     slope = float(((x - xm) * (y - ym)).sum() / (x - xm).square().sum())
     at_zero = float(ym - slope * xm)
     residual = float((y - at_zero - slope * x).square().mean().sqrt())
-    return Base(theta=math.exp(-slope), scale=math.exp(at_zero), residual=residual, num_pairs=int(ok.sum()))
+    error = residual / float((x - xm).square().sum().sqrt())
+    return Base(
+        theta=math.exp(-slope), scale=math.exp(at_zero), residual=residual, error=error, num_pairs=int(ok.sum())
+    )
 
 
 def round_base(theta: float, *, within: float = 0.02) -> float:

@@ -189,11 +189,11 @@ def _conclude(sites: Sequence[tuple[str, Role, list[Explanation]]], equal: tuple
     severity = found[0].severity
     region = found[0].region or role.region
     findings = [_finding(site, r, e, rank=i) for i, (site, r, e) in enumerate(sites) if i == 0 or _made_here(e)]
-    for site, r, explanations in sites[1:]:
+    for _, r, explanations in sites[1:]:
         worse = next((e for e in explanations if e.severity == "fatal"), None)
-        if worse is not None and severity != "data":
-            severity, region, first_site = "fatal", worse.region or r.region, site
-            break
+        if worse is not None and severity not in ("data", "fatal"):
+            region = region if severity in ("semantic", "biased-rounding") else worse.region or r.region
+            severity = "fatal"
     inherited = [site for i, (site, _, e) in enumerate(sites) if i and not _made_here(e)]
     text = findings[0].text
     later = [f.text for f in findings[1:]]

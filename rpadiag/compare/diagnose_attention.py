@@ -79,7 +79,8 @@ def attention(pair: Pair, ctx: Context) -> Iterator[Explanation]:
     ways = score_variants(q.shape[-1], lp) if is_scores else variants(q.shape[-1], lp, window[0] if window else None)
     fits: list[list[tuple[float, str]]] = [[], []]
     for name, compute in ways.items():
-        value = compute(q.double(), k.double(), v.double())
+        value = compute(q.double(), k.double(), v.double()).float()
+        value = value.to(pair.a.dtype) if pair.lp else value
         for i, side in enumerate((a, b)):
             fits[i].append((rel_error(side, value), name))
     (left_a, form_a), (left_b, form_b) = (min(f) for f in fits)

@@ -39,7 +39,7 @@ WORDS: dict[tuple[str, str], tuple[str, dict[str, str]]] = {
         "the factor",
         {"w": "is w", "1+w": "is 1+w", "lp(1+w)": "is 1+w rounded", "none": "is missing"},
     ),
-    ("rmsnorm", "rstd"): ("the inverse rms", {"fp32": "is kept in fp32", "lp": "is rounded"}),
+    ("rmsnorm", "rstd"): ("the inverse rms", {"fp32": "is kept in fp32", "lp": "is rounded (the row gain is bf16(inv)/inv: row-coherent sign)"}),
     ("swiglu", "silu"): (
         "silu(gate)",
         {"lp": "is rounded before the product with up", "fp32": "stays fp32, one rounding"},

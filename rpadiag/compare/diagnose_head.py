@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from rpadiag.compare.diagnose_structure import prefix_boundary
 from rpadiag.compare.explain import Context, Explanation, Pair, rel_error
 from rpadiag.structure import same_values
 
@@ -49,6 +50,8 @@ def _operands(pair: Pair, ctx: Context) -> Iterator[Explanation]:
 
 def logprob(pair: Pair, ctx: Context) -> Iterator[Explanation]:
     """Two vectors of log-probabilities [N] of chosen tokens, with the logits they came from where these are known."""
+    if pair.a.ndim == 1 and prefix_boundary(pair.a, pair.b, axis=0) is not None:
+        return  # equal up to one index: the inputs change there, and nothing is wrong with the definition
     scores = _shared_logits(pair, ctx)
     if scores is None:
         yield from _one_sided(pair)

@@ -248,7 +248,7 @@ def norm_and_rope(pair: Pair, ctx: Context) -> Iterator[Explanation]:
         freq = torch.stack([angles.frequencies(t.z, positions.reshape(-1)) for t in turns]).mean(0)
         base = angles.fit_base(freq, x.shape[-1])
         if base is not None and base.residual < 0.05:
-            inv = angles.inverse_frequencies(x.shape[-1], angles.round_base(base.theta))
+            inv = angles.inverse_frequencies(x.shape[-1], base.round_theta)
             inputs = {
                 "x": x,
                 "weight": weight,

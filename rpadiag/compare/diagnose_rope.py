@@ -56,10 +56,11 @@ def compare_bases(a: Base, b: Base) -> Explanation | None:
     """Say that theta, or a linear scale, differs; None when both are fitted alike or one is no power law."""
     if max(a.residual, b.residual) > 2e-2:
         return None
-    theta_a, theta_b = angles.round_base(a.theta), angles.round_base(b.theta)
-    floor = 4 * max(a.residual, b.residual) + 1e-6
+    theta_a, theta_b = a.round_theta, b.round_theta
+    apart = abs(math.log(b.theta / a.theta))
     scale = b.scale / a.scale
-    if abs(math.log(theta_b / theta_a)) > floor + 1e-4 and abs(math.log(b.theta / a.theta)) > floor:
+    floor = 4 * max(a.residual, b.residual) + 1e-6
+    if theta_a != theta_b and apart > 5 * (a.error + b.error) + 1e-5:
         text = f"the RoPE base differs: solved theta A = {theta_a:g}, B = {theta_b:g} (fit over {b.num_pairs} pairs): a configuration, not precision"
         return Explanation(
             code="rope-base", severity="semantic", text=text, proof="solved", numbers={"theta_a": theta_a, "theta_b": theta_b},
@@ -176,7 +177,7 @@ def _compare_turns(
         yield Explanation(code="rope-gain", severity="semantic", text=text, proof="solved", numbers={"gain": gain})
         return
     delta = torch.angle(b.z * a.z.conj())
-    if float(delta.abs().mean()) < 4 * pair.unit:
+    if float(delta.abs().median(0).values.max()) < 4 * pair.unit:
         return
     backwards = torch.angle(b.z * a.z)
     if float(backwards.abs().mean()) < 4 * pair.unit:
@@ -256,7 +257,7 @@ def _rounding(
         freq = torch.stack([angles.frequencies(t.z, positions) for t in turns]).mean(0)
         base = angles.fit_base(freq, dim)
         if base is not None and base.residual < 0.05:
-            inv = angles.inverse_frequencies(dim, angles.round_base(base.theta))
+            inv = angles.inverse_frequencies(dim, base.round_theta)
     if inv is None:
         return
     inputs = {"x": x, "positions": positions, "inv_freq": inv, "rotary_dim": dim}

@@ -76,6 +76,8 @@ def combine(pair: Pair, ctx: Context) -> Iterator[Explanation]:
             numbers={"source_a": names[0], "source_b": names[1]},
         )
         return
+    if rel_error(b, a * ((a * b).sum() / a.square().sum())) < max(4 * pair.unit, 1e-6):
+        return  # one factor for all (a routed scaling factor): the gain says it
     for this, x, y, total in (("B", b, a, sum_a), ("A", a, b, sum_b)):
         if rel_error(x, y / total) < max(4 * pair.unit, 1e-5) and rel_error(y, y / total) > 1e-3:
             text = f"moe router: {this}'s combine weights are the other side's, renormalised to sum to 1"

@@ -1,0 +1,524 @@
+"""Faults planted in small tensors of our own: what each kind looks like, and what the diagnosis must say about it.
+
+A is the reference, B the other side. The kinds are those of public bug reports of training and serving stacks.
+Shape legend: R rows, C columns, T tokens, H heads, D head size, N tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rpadiag.contracts import RmsNormContract, RopeContract, SwigluContract
+from rpadiag.regions import rmsnorm, rope, swiglu
+
+BF16, FP16 = torch.bfloat16, torch.float16
+Sites = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planted:
+    """words: fragments the diagnosis must contain. numbers: entries of the first finding, to 2 %."""
+
+    region: str | None
+    severity: str
+    first_site: str | None
+    words: tuple[str, ...] = ()
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+Build = Callable[[], tuple[Sites, Sites, dict[str, Any]]]
+CASES: dict[str, tuple[Build, Planted]] = {}
+
+
+def case(
+    name: str, region: str | None, severity: str, first_site: str | None, *words: str, **numbers: float
+) -> Callable[[Build], Build]:
+    def keep(build: Build) -> Build:
+        assert name not in CASES
+        CASES[name] = (
+            build,
+            Planted(region=region, severity=severity, first_site=first_site, words=words, numbers=numbers),
+        )
+        return build
+
+    return keep
+
+
+def normal(seed: int, *shape: int, scale: float = 1.0, dtype: torch.dtype = BF16) -> Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def lp(x: Tensor, dtype: torch.dtype = BF16) -> Tensor:
+    """Rounded, still float32."""
+    return x.float().to(dtype).float()
+
+
+# --- rope ------------------------------------------------------------------------------------------------------------
+
+T, H, D = 160, 2, 64
+
+
+def inv_freq(theta: float = 1e4, dim: int = D) -> Tensor:
+    return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+
+
+def rotated(x: Tensor, positions: Tensor, inv: Tensor, *, gain: float = 1.0, **axes: str) -> Tensor:
+    contract = RopeContract(**{"products": "fp32", **axes})
+    angle = positions.float()[:, None] * inv[None, :]
+    return rope.reference(x, angle.cos() * gain, angle.sin() * gain, contract=contract)
+
+
+def rope_inputs(step: int = 3, dtype: torch.dtype = BF16) -> dict[str, Any]:
+    return {"q": normal(11, T, H, D, dtype=dtype), "positions": torch.arange(T) * step}
+
+
+def rope_pair(a: dict[str, Any], b: dict[str, Any], **inputs: Any) -> tuple[Sites, Sites, dict[str, Any]]:
+    given = rope_inputs(**inputs)
+    x, p = given["q"], given["positions"]
+    return (
+        {"q_rope": rotated(x, p, **{"inv": inv_freq(), **a})},
+        {"q_rope": rotated(x, p, **{"inv": inv_freq(), **b})},
+        given,
+    )
+
+
+@case(
+    "rope-table-rounded",
+    "rope",
+    "rounding-contract",
+    "q_rope",
+    "the table is not rounded on A and is rounded on B",
+    "not rounded (single output rounding) on both",
+    "position 0 is exact",
+)
+def _() -> Any:
+    return rope_pair({"cache": "fp32"}, {"cache": "lp"})
+
+
+@case(
+    "rope-table-site-rounded-to-fp16",
+    "rope",
+    "rounding-contract",
+    "cos",
+    "B.cos == fp16(A.cos) bit for bit",
+    "table is rounded",
+)
+def _() -> Any:
+    cos = (torch.arange(T)[:, None] * inv_freq()).cos()
+    return {"cos": cos}, {"cos": lp(cos, FP16)}, {}
+
+
+@case(
+    "rope-products-rounded",
+    "rope",
+    "rounding-contract",
+    "q_rope",
+    "products are rounded on A and are not rounded",
+    "the table is rounded on both",
+    "unbiased",
+)
+def _() -> Any:
+    return rope_pair({"products": "lp"}, {})
+
+
+@case("rope-products-rounded-fp16-key", "rope", "rounding-contract", "k_rope", "products")
+def _() -> Any:
+    given = rope_inputs(dtype=FP16)
+    x, p = given["q"], given["positions"]
+    return (
+        {"k_rope": rotated(x, p, inv_freq(), products="lp")},
+        {"k_rope": rotated(x, p, inv_freq())},
+        {"k": x, "pos": p},
+    )
+
+
+@case(
+    "rope-two-stacked",
+    "rope",
+    "rounding-contract",
+    "q_rope",
+    "two stacked contracts",
+    "cache: fp32 -> bf16",
+    "products: fp32 -> bf16",
+)
+def _() -> Any:
+    return rope_pair({"cache": "fp32"}, {"products": "lp"})
+
+
+@case("rope-layout", "rope", "semantic", "q_rope", "layout, not precision", "position 0 is exact", "norm preserved")
+def _() -> Any:
+    return rope_pair({}, {"layout": "interleaved"})
+
+
+@case(
+    "rope-base-from-outputs",
+    "rope",
+    "semantic",
+    "q_rope",
+    "RoPE base differs",
+    "not precision",
+    theta_a=1e4,
+    theta_b=5e5,
+)
+def _() -> Any:
+    return rope_pair({}, {"inv": inv_freq(5e5)})
+
+
+@case("rope-base-one-percent-off", "rope", "semantic", "q_rope", "RoPE base differs", theta_a=1e4, theta_b=10100)
+def _() -> Any:
+    return rope_pair({}, {"inv": inv_freq(10100.0)})
+
+
+@case(
+    "rope-base-from-frequencies", "rope", "semantic", "inv_freq", "theta A = 1e+06, B = 10000", theta_a=1e6, theta_b=1e4
+)
+def _() -> Any:
+    return {"inv_freq": inv_freq(1e6)}, {"inv_freq": inv_freq(1e4)}, {}
+
+
+@case("rope-base-from-a-table", "rope", "semantic", "cos", "RoPE base differs", theta_a=1e4, theta_b=1e6)
+def _() -> Any:
+    p = torch.arange(512)
+    return {"cos": (p[:, None] * inv_freq()).cos()}, {"cos": (p[:, None] * inv_freq(1e6)).cos()}, {"positions": p}
+
+
+@case("rope-frequencies-few-ulp", "rope", "ulp-noise", "inv_freq", "few fp32 ULP", "proportional to position")
+def _() -> Any:
+    x = torch.arange(0, D, 2, dtype=torch.float32) / D
+    other = torch.exp(-x * torch.tensor(math.log(1e6), dtype=torch.float32))
+    p = torch.arange(T)[:, None] * 50
+    return (
+        {"inv_freq": inv_freq(1e6), "cos": (p * inv_freq(1e6)).cos()},
+        {"inv_freq": other, "cos": (p * other).cos()},
+        {"positions": p[:, 0]},
+    )
+
+
+@case(
+    "rope-frequencies-rounded",
+    "rope",
+    "biased-rounding",
+    "inv_freq",
+    "B.inv_freq == bf16(A.inv_freq)",
+    "grows with position",
+)
+def _() -> Any:
+    return {"inv_freq": inv_freq()}, {"inv_freq": lp(inv_freq())}, {}
+
+
+@case("rope-frequencies-rounded-from-outputs", "rope", "biased-rounding", "q_rope", "grows with position")
+def _() -> Any:
+    return rope_pair({}, {"inv": lp(inv_freq())}, step=1)
+
+
+@case("rope-linear-scaling", "rope", "semantic", "q_rope", "linear RoPE scaling", scale=0.25)
+def _() -> Any:
+    return rope_pair({}, {"inv": inv_freq() / 4})
+
+
+@case("rope-llama3-scaling", "rope", "semantic", "inv_freq", "rescaled piecewise")
+def _() -> Any:
+    inv = inv_freq(5e5)
+    return {"inv_freq": inv}, {"inv_freq": torch.where(inv < 0.01, inv / 8, inv)}, {}
+
+
+@case("rope-attention-factor", "rope", "semantic", "q_rope", "attention factor", gain=1.2)
+def _() -> Any:
+    return rope_pair({}, {"gain": 1.2})
+
+
+@case("rope-position-offset", "rope", "semantic", "q_rope", "positions are offset by 3", offset=3)
+def _() -> Any:
+    given = rope_inputs(step=1)
+    x, p = given["q"], given["positions"]
+    return {"q_rope": rotated(x, p, inv_freq())}, {"q_rope": rotated(x, p + 3, inv_freq())}, given
+
+
+@case("rope-table-shifted", "rope", "semantic", "cos", "positions are offset by 1", lag=1)
+def _() -> Any:
+    cos = (torch.arange(T + 1)[:, None] * inv_freq()).cos()
+    return {"cos": cos[:-1]}, {"cos": cos[1:]}, {"positions": torch.arange(T)}
+
+
+@case("rope-positions-rounded", "rope", "semantic", "cos", "positions are rounded to bf16")
+def _() -> Any:
+    p = torch.arange(600)
+    return {"cos": (p[:, None] * inv_freq()).cos()}, {"cos": (lp(p)[:, None] * inv_freq()).cos()}, {"positions": p}
+
+
+@case("rope-missing", "rope", "semantic", "q_rope", "equals its input q bit for bit", "missing on the B side")
+def _() -> Any:
+    given = rope_inputs()
+    return {"q_rope": rotated(given["q"], given["positions"], inv_freq())}, {"q_rope": given["q"].clone()}, given
+
+
+@case("rope-backwards", "rope", "semantic", "q_rope", "sign of sin is flipped")
+def _() -> Any:
+    given = rope_inputs()
+    x, p = given["q"], given["positions"]
+    return {"q_rope": rotated(x, p, inv_freq())}, {"q_rope": rotated(x, -p, inv_freq())}, given
+
+
+@case("rope-truncating-store", "rope", "biased-rounding", "q_rope", "truncates toward zero")
+def _() -> Any:
+    return rope_pair({}, {"store": "truncate"})
+
+
+# --- swiglu ----------------------------------------------------------------------------------------------------------
+
+GATE, UP = normal(21, 128, 512, scale=2.0), normal(22, 128, 512)
+FFN = {"gate": GATE, "up": UP}
+
+
+def act(**axes: str) -> Sites:
+    return {"act": swiglu.reference(GATE, UP, contract=SwigluContract(**axes))}
+
+
+@case(
+    "swiglu-silu-rounded",
+    "swiglu",
+    "rounding-contract",
+    "act",
+    "is rounded before the product with up on B",
+    "B == swiglu: silu=bf16 -> bf16 bit for bit",
+    "unbiased",
+)
+def _() -> Any:
+    return act(silu="fp32"), act(silu="lp"), FFN
+
+
+@case("swiglu-sigmoid-rounded", "swiglu", "rounding-contract", "act", "the sigmoid stays fp32 on A and is rounded on B")
+def _() -> Any:
+    return act(), act(sigmoid="lp"), FFN
+
+
+@case("swiglu-exp-flavour", "swiglu", "ulp-noise", "act_fp32", "same rounding contract", "not a precision downgrade")
+def _() -> Any:
+    g, u = GATE.float(), UP.float()
+    one = g * u / (1 + torch.exp(-g))
+    two = (g * (1 / (1 + torch.exp2(-g * 1.4426950408889634)))) * u
+    return {"act_fp32": one, "act": one.to(BF16)}, {"act_fp32": two, "act": two.to(BF16)}, FFN
+
+
+def _activation(fn: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    return act(silu="fp32"), {"act": fn(GATE.float(), UP.float()).to(BF16)}, FFN
+
+
+@case("swiglu-gelu-instead", "swiglu", "semantic", "act", "B computes gelu_tanh(gate) * up", "another formula")
+def _() -> Any:
+    return _activation(lambda g, u: torch.nn.functional.gelu(g, approximate="tanh") * u)
+
+
+@case("swiglu-gate-and-up-swapped", "swiglu", "semantic", "act", "B computes silu(up) * gate")
+def _() -> Any:
+    return _activation(lambda g, u: torch.nn.functional.silu(u) * g)
+
+
+@case("swiglu-clamped", "swiglu", "semantic", "act", "clamped at 5")
+def _() -> Any:
+    return _activation(lambda g, u: torch.nn.functional.silu(g.clamp(max=5)) * u.clamp(-5, 5))
+
+
+@case("swiglu-truncating-store", "swiglu", "biased-rounding", "act", "truncates toward zero")
+def _() -> Any:
+    return act(), act(store="truncate"), FFN
+
+
+@case("swiglu-equal", None, "control", None, "no finding")
+def _() -> Any:
+    return act(), act(), FFN
+
+
+# --- norms -----------------------------------------------------------------------------------------------------------
+
+R, C = 96, 512
+X, RES, WEIGHT = normal(31, R, C), normal(32, R, C, scale=4), (normal(33, C, scale=0.2).float() + 1).to(BF16)
+NORM = {"x": X, "residual": RES, "weight": WEIGHT}
+
+
+def norm(eps: float = 1e-6, x: Tensor = X, res: Tensor | None = RES, weight: Tensor = WEIGHT, **axes: str) -> Sites:
+    contract = RmsNormContract(**axes)
+    y = rmsnorm.reference(x, None if contract.weight == "none" else weight, eps=eps, contract=contract, residual=res)
+    return {"norm_out": y} if isinstance(y, Tensor) else {"residual_out": y[1], "norm_out": y[0]}
+
+
+@case(
+    "norm-sum-rounded",
+    "rmsnorm",
+    "rounding-contract",
+    "norm_out",
+    "residual stream bit-equal",
+    "fused-add",
+    "sum: fp32 -> bf16",
+    "variance: unrounded -> rounded",
+)
+def _() -> Any:
+    return norm(sum="fp32", variance="unrounded"), norm(), NORM
+
+
+@case(
+    "norm-cast-order",
+    "rmsnorm",
+    "rounding-contract",
+    "norm_out",
+    "weight-multiply cast order",
+    "scale: bf16 -> fp32",
+    "unbiased",
+)
+def _() -> Any:
+    return norm(), norm(scale="fp32"), NORM
+
+
+@case(
+    "norm-truncates", "rmsnorm", "biased-rounding", "residual_out", "truncates toward zero", "grows linearly with depth"
+)
+def _() -> Any:
+    return norm(sum="fp32"), norm(sum="fp32", store="truncate"), NORM
+
+
+@case("norm-inverse-rms-rounded", "rmsnorm", "biased-rounding", "norm_out", "bf16(inv)/inv", "row-coherent")
+def _() -> Any:
+    x = (X.float() * torch.linspace(0.5, 3, R)[:, None]).to(BF16)
+    return norm(x=x, res=None, scale="fp32"), norm(x=x, res=None, rstd="lp"), {"x": x, "weight": WEIGHT}
+
+
+@case(
+    "norm-inverse-rms-site-rounded",
+    "rmsnorm",
+    "biased-rounding",
+    "rstd",
+    "B.rstd == bf16(A.rstd) bit for bit",
+    "a whole row",
+)
+def _() -> Any:
+    rstd = X.float().square().mean(1).rsqrt()
+    return {"rstd": rstd}, {"rstd": lp(rstd)}, {"x": X}
+
+
+SMALL = (X.float() * torch.logspace(-4, 0, R)[:, None]).to(BF16)
+
+
+@case(
+    "norm-epsilon", "rmsnorm", "semantic", "norm_out", "eps mismatch", "huge for small-rms rows", eps_a=1e-5, eps_b=1e-6
+)
+def _() -> Any:
+    return norm(1e-5, SMALL, None), norm(1e-6, SMALL, None), {"x": SMALL, "weight": WEIGHT}
+
+
+@case(
+    "norm-epsilon-the-other-way-fp16",
+    "rmsnorm",
+    "semantic",
+    "norm_out",
+    "eps mismatch",
+    "toward zero",
+    eps_a=1e-6,
+    eps_b=1e-4,
+)
+def _() -> Any:
+    x, w = SMALL.half(), WEIGHT.half()
+    return norm(1e-6, x, None, w), norm(1e-4, x, None, w), {"x": x, "gamma": w}
+
+
+@case("norm-unusual-epsilon", "rmsnorm", "semantic", "norm_out", "eps mismatch", eps_a=1e-6, eps_b=3.3e-4)
+def _() -> Any:
+    return norm(1e-6, SMALL, None), norm(3.3e-4, SMALL, None), {"x": SMALL, "weight": WEIGHT}
+
+
+@case(
+    "norm-offset-missing", "rmsnorm", "semantic", "norm_out", "A computes x * (1 + w) * rstd, B computes x * w * rstd"
+)
+def _() -> Any:
+    w = normal(34, C, scale=0.5)
+    return (
+        {"norm_out": rmsnorm.reference(X, w, eps=1e-6, contract=RmsNormContract(weight="1+w", scale="fp32"))},
+        {"norm_out": rmsnorm.reference(X, w, eps=1e-6, contract=RmsNormContract(scale="fp32"))},
+        {"x": X, "weight": w},
+    )
+
+
+@case("norm-weight-missing", "rmsnorm", "semantic", "norm_out", "B computes x * rstd")
+def _() -> Any:
+    return (
+        norm(res=None),
+        {"norm_out": rmsnorm.reference(X, None, eps=1e-6, contract=RmsNormContract(weight="none"))},
+        {"x": X, "weight": WEIGHT},
+    )
+
+
+@case("norm-weight-stale", "rmsnorm", "semantic", "norm_out", "another weight vector")
+def _() -> Any:
+    other = (WEIGHT.float() * (1 + 0.1 * normal(35, C).float())).to(BF16)
+    return norm(res=None), norm(res=None, weight=other), {"x": X, "weight": WEIGHT}
+
+
+@case("norm-mean-subtracted", "rmsnorm", "semantic", "norm_out", "B computes (x - mean) * w * rstd")
+def _() -> Any:
+    x = (X.float() + 0.5).to(BF16)
+    c = x.float() - x.float().mean(1, keepdim=True)
+    b = (c * c.square().mean(1, keepdim=True).rsqrt() * WEIGHT.float()).to(BF16)
+    return norm(x=x, res=None), {"norm_out": b}, {"x": x, "weight": WEIGHT}
+
+
+# --- qk norm ---------------------------------------------------------------------------------------------------------
+
+QW = (normal(41, D, scale=0.2).float() + 1).to(BF16)
+
+
+def head_norm(x: Tensor) -> Tensor:
+    f = x.float()
+    return f * (f.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+@case(
+    "qk-order-swapped",
+    "qk_norm",
+    "semantic",
+    "q_final",
+    "order of norm and rope swapped",
+    "norm(rope(q))",
+    "order, not precision",
+)
+def _() -> Any:
+    given = rope_inputs()
+    x, p = given["q"], given["positions"]
+    a = (head_norm(rotated(x, p, inv_freq())) * QW.float()).to(BF16)
+    b = rotated((head_norm(x) * QW.float()).to(BF16), p, inv_freq())
+    return {"q_final": a}, {"q_final": b}, {**given, "weight": QW}
+
+
+@case(
+    "qk-mid-rounded",
+    "qk_norm",
+    "rounding-contract",
+    "q_final",
+    "reaches RoPE unrounded on A and is rounded before RoPE on B",
+)
+def _() -> Any:
+    given = rope_inputs()
+    x, p = given["q"], given["positions"]
+    angle = p.float()[:, None] * inv_freq()
+    c, s = lp(angle.cos())[:, None], lp(angle.sin())[:, None]
+    mid = head_norm(x) * QW.float()
+
+    def turn(m: Tensor) -> Tensor:
+        one, two = m[..., : D // 2], m[..., D // 2 :]
+        return torch.cat((one * c - two * s, two * c + one * s), -1).to(BF16)
+
+    return {"q_final": turn(mid)}, {"q_final": turn(lp(mid))}, {**given, "weight": QW}
+
+
+@case("qk-norm-epsilon", "qk_norm", "semantic", "q_norm", "eps mismatch", eps_a=1e-6, eps_b=1e-5)
+def _() -> Any:
+    x = (normal(42, 64, 2, D).float() * 0.02).to(BF16)
+    return (
+        {"q_norm": rmsnorm.reference(x, QW, eps=1e-6, contract=RmsNormContract())},
+        {"q_norm": rmsnorm.reference(x, QW, eps=1e-5, contract=RmsNormContract())},
+        {"q": x, "weight": QW},
+    )
