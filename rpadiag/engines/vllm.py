@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from rpadiag.engines.base import ModelFacts, TokenScores, TokenSequence
 from rpadiag.engines.bundle import open_bundle
-from rpadiag.engines.vllm_child import Child, child_environment
+from rpadiag.engines.vllm_child import Child, child_environment, inherited_environment
 from rpadiag.errors import CaptureError, InputError, MissingDependencyError, UsageError, unknown_name
 
 if TYPE_CHECKING:
@@ -245,7 +245,11 @@ class VllmEngine:
         facts["sliding_windows"] = tuple(facts["sliding_windows"])
         self._facts = ModelFacts(**facts)
         self._sites = tuple(loaded["sites"])
-        self._manifest = {**loaded["manifest"], "device": self._device, "env": self._environment}
+        self._manifest = {
+            **loaded["manifest"],
+            "device": self._device,
+            "env": {**inherited_environment(), **self._environment},
+        }
         self._request = request
 
     def _check(self, sequences: Sequence[TokenSequence], sites: Sequence[str], num_generate: int) -> None:

@@ -53,6 +53,12 @@ def child_environment(
     return found
 
 
+def inherited_environment() -> dict[str, str]:
+    """Variables of the caller that reach the child and can change what it computes."""
+    prefixes = ("VLLM_", "OMP_", "MKL_", "ONEDNN_", "TORCH", "PYTORCH_", "CUBLAS_", "CUDA_VISIBLE_", "NVIDIA_TF32_")
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
+
+
 class Child:
     """The child process, its connection and its log."""
 
