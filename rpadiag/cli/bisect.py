@@ -11,7 +11,7 @@ from rpadiag.cli.bars import progress_on_stderr
 from rpadiag.cli.compare import answer, leave
 from rpadiag.cli.output import hint, interruptible, number, percent, print_findings, print_json, print_table, say
 from rpadiag.sites import ALIGNABLE_REGIONS
-from rpadiag.workflows.options import DEFAULT_CONTRACT, BisectOptions
+from rpadiag.workflows.options import BisectOptions
 
 if TYPE_CHECKING:
     from rpadiag.runs.reader import Run
@@ -31,7 +31,15 @@ def bisect(
     replicates: Annotated[
         int, typer.Option("--replicates", metavar="K", help="Rounding replicates per region; errors fall with sqrt(K).")
     ] = 16,
-    contract: shared.Contract = DEFAULT_CONTRACT,
+    contract: Annotated[
+        str | None,
+        typer.Option(
+            "--contract",
+            metavar="NAME",
+            help="Preset, or JSON file of rpadiag fingerprint, that aligned regions follow.  [default: eager vLLM's on this device]",
+            show_default=False,
+        ),
+    ] = None,
     dtype: shared.Dtype = "bfloat16",
     device: shared.Device = "auto",
     attention: shared.Attention = "sdpa",
@@ -66,7 +74,8 @@ def bisect(
     from rpadiag.runs import open_run
     from rpadiag.workflows.bisect import run_bisect
 
-    shared.check_contract(contract)
+    if contract is not None:
+        shared.check_contract(contract)
     shared.require_stacks(vllm=False)
     check_prompt_file(prompts)  # before a run directory is made
     with interruptible(run), progress_on_stderr() as progress:

@@ -9,6 +9,7 @@ import typer
 
 from rpadiag.cli.bars import progress_on_stderr
 from rpadiag.cli.output import print_findings, say
+from rpadiag.workflows.demo import REPLICATES, DemoOptions, run_demo
 from rpadiag.workflows.options import ROLLOUTS
 
 
@@ -21,11 +22,9 @@ def demo(
     ] = "vllm",
     replicates: Annotated[
         int, typer.Option("--replicates", metavar="K", help="Rounding replicates of the bisection.")
-    ] = 8,
+    ] = REPLICATES,
 ) -> None:
     """Compare, bisect and report on SmolLM2-135M: a few minutes on two CPU cores, no GPU, no hub."""
-    from rpadiag.workflows.demo import DemoOptions, run_demo
-
     options = DemoOptions(directory=into, rollout=rollout, replicates=replicates)
     with progress_on_stderr() as progress:
         done = run_demo(options, progress)

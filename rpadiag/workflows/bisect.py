@@ -25,6 +25,7 @@ from rpadiag.workflows.control import subset
 from rpadiag.workflows.inputs import Inputs, load_inputs
 from rpadiag.workflows.options import BisectOptions
 from rpadiag.workflows.progress import SILENT, Progress, Stage
+from rpadiag.workflows.rollout import default_preset
 
 if TYPE_CHECKING:
     from rpadiag.engines.base import TokenSequence
@@ -45,17 +46,19 @@ class Bisection:
 def run_bisect(
     options: BisectOptions, progress: Progress = SILENT, *, given: Mapping[str, Any] | None = None
 ) -> Bisection:
-    """Attribute the systematic part of the trainer's distance from ``options.contract`` to regions; write ``options.run``."""
+    """Attribute the systematic part of the trainer's distance from the contract to regions; write ``options.run``."""
     with create_run(options.run, command="bisect", options=options.to_dict(), given=given or {}) as run:
         inputs = load_inputs(options, progress, attention=options.attention)
+        contract = options.contract or default_preset(inputs.device, inputs.dtype)
+        run.set_manifest(reference_contract=contract)
         prompts = {p.index: p for p in inputs.prompts}
         run.add_prompts([prompt_row(prompts[s.prompt], s) for s in inputs.sequences])
         run.set_weights("trainer", inputs.trainer.weight_digests())
         with progress.stage("local picture"):
-            local = _local_picture(options, inputs, run)
+            local = _local_picture(options, inputs, run, contract)
         total = len(variants(options.regions)) * options.replicates * len(inputs.sequences)
         with progress.stage("rounding replicates", total=total) as bar, ExitStack() as stack:
-            scorer = _Scorer(options, inputs, stack, bar)
+            scorer = _Scorer(inputs, contract, stack, bar)
             result = attribute(
                 scorer.score,
                 options.regions,
@@ -71,15 +74,15 @@ def run_bisect(
             run.add_finding(finding)
         run.set_verdict(verdict)
         run.set_metrics({"attribution": {"ranked": result.ranked, "saturated": result.saturated}})
-        run.set_manifest(trainer=inputs.trainer.manifest(), reference_contract=options.contract)
+        run.set_manifest(trainer=inputs.trainer.manifest())
     return Bisection(run=options.run, attribution=result, findings=told, verdict=verdict)
 
 
 class _Scorer:
     """Scores replicates; the trainer is aligned once per variant, since replicates arrive variant by variant."""
 
-    def __init__(self, options: BisectOptions, inputs: Inputs, stack: ExitStack, bar: Stage) -> None:
-        self._options = options
+    def __init__(self, inputs: Inputs, contract: str, stack: ExitStack, bar: Stage) -> None:
+        self._contract = contract
         self._inputs = inputs
         self._bar = bar
         self._variant: Variant | None = None
@@ -93,9 +96,7 @@ class _Scorer:
                 from rpadiag.regions.align import align
 
                 self._aligned.enter_context(
-                    align(
-                        self._inputs.trainer.model, regions=replicate.variant.aligned, contract=self._options.contract
-                    )
+                    align(self._inputs.trainer.model, regions=replicate.variant.aligned, contract=self._contract)
                 )
             self._variant = replicate.variant
         out = []
@@ -118,7 +119,7 @@ def _sequence_ids(sequences: Sequence[TokenSequence]) -> np.ndarray:
     return np.concatenate([np.full(len(s.token_ids) - 1, i, dtype=np.int64) for i, s in enumerate(sequences)])
 
 
-def _local_picture(options: BisectOptions, inputs: Inputs, run: RunWriter) -> dict[str, float]:
+def _local_picture(options: BisectOptions, inputs: Inputs, run: RunWriter, contract: str) -> dict[str, float]:
     """Share of elements of each region that differ when the trainer's own operation is fed the aligned forward's input."""
     from rpadiag.engines.bundle import BundleWriter, open_bundle
     from rpadiag.regions.align import align
@@ -128,8 +129,8 @@ def _local_picture(options: BisectOptions, inputs: Inputs, run: RunWriter) -> di
     sites = [s for s in inputs.facts.sites if s not in ("logits", "logprob")]
     scores = []
     with (
-        align(inputs.trainer.model, regions=options.regions, contract=options.contract),
-        BundleWriter(directory, {"engine": "trainer", "contract": options.contract}) as writer,
+        align(inputs.trainer.model, regions=options.regions, contract=contract),
+        BundleWriter(directory, {"engine": "trainer", "contract": contract}) as writer,
     ):
         for number, sequence in enumerate(chosen):
             writer.begin(number)

@@ -13,6 +13,10 @@ from rpadiag.workflows.options import BisectOptions, CompareOptions
 from rpadiag.workflows.progress import SILENT, Progress
 
 NUM_FINDINGS = 3
+# A first look within minutes on two CPU cores; an answer wants some thousand tokens and 32 replicates.
+MAX_TOKENS = 24
+NUM_GENERATED = 4
+REPLICATES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +25,7 @@ class DemoOptions:
 
     directory: Path
     rollout: str = "vllm"
-    replicates: int = 8
+    replicates: int = REPLICATES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +54,17 @@ def run_demo(options: DemoOptions, progress: Progress = SILENT) -> Demonstration
     model = str(ensure_model(progress))
     html = home / "report.html"
     with as_file(files("rpadiag") / "data" / "demo_prompts.jsonl") as prompts:
-        compare = CompareOptions(model=model, prompts=prompts, run=home / "compare", rollout=options.rollout)
-        bisect = BisectOptions(model=model, prompts=prompts, run=home / "bisect", replicates=options.replicates)
+        compare = CompareOptions(
+            model=model,
+            prompts=prompts,
+            run=home / "compare",
+            rollout=options.rollout,
+            max_tokens=MAX_TOKENS,
+            generate=NUM_GENERATED,
+        )
+        bisect = BisectOptions(
+            model=model, prompts=prompts, run=home / "bisect", replicates=options.replicates, max_tokens=MAX_TOKENS
+        )
         run_compare(compare, progress)
         run_bisect(bisect, progress)
     with progress.stage("draw the report"):

@@ -123,13 +123,13 @@ class BisectOptions(ModelOptions):
 
     run:        the directory to write.
     regions:    regions whose part of the divergence is estimated, each alone and all together.
-    contract:   preset that an aligned region follows.
+    contract:   preset or file that an aligned region follows; None is that of eager vLLM on this device.
     replicates: rounding replicates per arm; the standard error falls with their square root.
     """
 
     run: Path
     regions: tuple[str, ...] = ALIGNABLE_REGIONS
-    contract: str = DEFAULT_CONTRACT
+    contract: str | None = None
     replicates: int = 16
     attention: str = "sdpa"
 
