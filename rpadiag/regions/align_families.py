@@ -21,7 +21,7 @@ class Family:
     """One family of ``transformers.models``.
 
     prefix: of its class names; offset_norm: norms multiply by 1 + weight; four_norms: norms behind attention and MLP
-    too, before the add; attention_extras: what the attention interface is passed beside dropout and scaling, as
+    too, before the add; late_qk_norm: per-head norms run after all three projections; attention_extras: what the attention interface is passed beside dropout and scaling, as
     (argument, attribute of the module or ``config.`` attribute).
     """
 
@@ -29,6 +29,7 @@ class Family:
     prefix: str
     offset_norm: bool = False
     four_norms: bool = False
+    late_qk_norm: bool = False
     attention_extras: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -57,7 +58,14 @@ FAMILIES: tuple[Family, ...] = (
         four_norms=True,
         attention_extras=(*_WINDOW, ("softcap", "attn_logit_softcapping")),
     ),
-    Family(name="gemma3", prefix="Gemma3", offset_norm=True, four_norms=True, attention_extras=_WINDOW),
+    Family(
+        name="gemma3",
+        prefix="Gemma3",
+        offset_norm=True,
+        four_norms=True,
+        late_qk_norm=True,
+        attention_extras=_WINDOW,
+    ),
 )
 
 

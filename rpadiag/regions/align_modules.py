@@ -161,14 +161,13 @@ class AttentionForward:
         input_shape = hidden_states.shape[:-1]
         head_shape = (*input_shape, -1, module.head_dim)
         cos, sin = (table[..., : table.shape[-1] // 2].unsqueeze(1) for table in position_embeddings)
-        query, key = self._turn(
-            module,
-            module.q_proj(hidden_states).view(head_shape),
-            module.k_proj(hidden_states).view(head_shape),
-            cos,
-            sin,
-        )
+        (query, q_normed), (key, k_normed) = (self._project(module, which, hidden_states) for which in "qk")
         value = module.v_proj(hidden_states).view(head_shape).transpose(1, 2)
+        if self.family.late_qk_norm:
+            q_normed, k_normed = (
+                norm(x.transpose(1, 2)).transpose(1, 2) for norm, x in ((module.q_norm, query), (module.k_norm, key))
+            )
+        query, key = self._turn(module, query, key, q_normed, k_normed, cos, sin)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, module.layer_idx)
         output, weights = _attention_interface(module, self.family)(
@@ -184,11 +183,17 @@ class AttentionForward:
         )
         return module.o_proj(output.reshape(*input_shape, -1).contiguous()), weights
 
-    def _turn(self, module: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Query and key after norm and RoPE, [B, H, T, D], from the projections [B, T, H, D]."""
-        if not hasattr(module, "q_norm"):
-            return self.rotate.pair(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
-        q_normed, k_normed = module.q_norm(query), module.k_norm(key)
+    def _project(self, module: Any, which: str, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Projection to queries or keys, [B, T, H, D], and the same after its norm, if it has one here."""
+        x = getattr(module, f"{which}_proj")(hidden_states)
+        x = x.view(*hidden_states.shape[:-1], -1, module.head_dim)
+        norm = None if self.family.late_qk_norm else getattr(module, f"{which}_norm", None)
+        return x, x if norm is None else norm(x)
+
+    def _turn(
+        self, module: Any, query: Tensor, key: Tensor, q_normed: Tensor, k_normed: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Query and key after RoPE, [B, H, T, D], from [B, T, H, D] before and after their norms."""
         if self.norm_rotate is None:
             return self.rotate.pair(q_normed.transpose(1, 2), k_normed.transpose(1, 2), cos, sin)
         eps = norm_eps(module.q_norm)

@@ -46,6 +46,12 @@ def _swiglu_contract(key: str) -> SwigluContract:
     return SwigluContract.from_dict(json.loads(key))
 
 
+def _laid_out(value: Tensor, x: Tensor) -> Tensor:
+    """``value`` with the strides that ``empty_like(x)`` has, as the fake implementations promise."""
+    strides = torch.empty_like(x, device="meta").stride()
+    return value if value.stride() == strides else torch.empty_like(x).copy_(value)
+
+
 # --- rmsnorm -------------------------------------------------------------------------------------------------------
 
 
@@ -56,13 +62,13 @@ def rmsnorm_op(
     """``(y, stored)``; ``stored`` has no elements without a residual."""
     result = rmsnorm_region.reference(x, weight, eps=eps, contract=_rmsnorm_contract(contract), residual=residual)
     if isinstance(result, Tensor):
-        return result.contiguous(), x.new_empty(0)
-    return result[0].contiguous(), result[1].contiguous()
+        return _laid_out(result, x), x.new_empty(0)
+    return _laid_out(result[0], x), _laid_out(result[1], x)
 
 
 @rmsnorm_op.register_fake
 def _(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, contract: str) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(0 if residual is None else x.shape)
+    return torch.empty_like(x), x.new_empty(0) if residual is None else torch.empty_like(x)
 
 
 @torch.library.custom_op("rpadiag_reference::rmsnorm_backward", mutates_args=())
@@ -79,7 +85,7 @@ def rmsnorm_backward_op(
     grad_x, grad_weight = rmsnorm_region.reference_backward(
         grad_y, grad_stored, x, weight, eps=eps, contract=_rmsnorm_contract(contract), residual=residual
     )
-    return grad_x.contiguous(), x.new_empty(0) if grad_weight is None else grad_weight
+    return _laid_out(grad_x, x), x.new_empty(0) if grad_weight is None else grad_weight
 
 
 @rmsnorm_backward_op.register_fake
@@ -92,7 +98,7 @@ def _(
     eps: float,
     contract: str,
 ) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
+    return torch.empty_like(x), x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
 
 
 def _rmsnorm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -122,7 +128,7 @@ rmsnorm_op.register_autograd(_rmsnorm_backward, setup_context=_rmsnorm_setup)
 @torch.library.custom_op("rpadiag_reference::rope", mutates_args=())
 def rope_op(x: Tensor, cos: Tensor, sin: Tensor, contract: str) -> Tensor:
     """Rotated ``x`` with its strides; tables broadcast against ``[..., R/2]``."""
-    return torch.empty_like(x).copy_(rope_region.rotate(x, cos, sin, contract=_rope_contract(contract)))
+    return _laid_out(rope_region.rotate(x, cos, sin, contract=_rope_contract(contract)), x)
 
 
 @rope_op.register_fake
@@ -133,7 +139,7 @@ def _(x: Tensor, cos: Tensor, sin: Tensor, contract: str) -> Tensor:
 @torch.library.custom_op("rpadiag_reference::rope_backward", mutates_args=())
 def rope_backward_op(grad: Tensor, cos: Tensor, sin: Tensor, contract: str) -> Tensor:
     """Gradient of :func:`rope_op` with respect to x."""
-    return torch.empty_like(grad).copy_(rope_region.rotate_backward(grad, cos, sin, contract=_rope_contract(contract)))
+    return _laid_out(rope_region.rotate_backward(grad, cos, sin, contract=_rope_contract(contract)), grad)
 
 
 @rope_backward_op.register_fake
@@ -159,24 +165,24 @@ rope_op.register_autograd(_rope_backward, setup_context=_rope_setup)
 @torch.library.custom_op("rpadiag_reference::swiglu", mutates_args=())
 def swiglu_op(gate: Tensor, up: Tensor, contract: str) -> Tensor:
     """``silu(gate) * up``."""
-    return swiglu_region.reference(gate, up, contract=_swiglu_contract(contract)).contiguous()
+    return _laid_out(swiglu_region.reference(gate, up, contract=_swiglu_contract(contract)), gate)
 
 
 @swiglu_op.register_fake
 def _(gate: Tensor, up: Tensor, contract: str) -> Tensor:
-    return gate.new_empty(gate.shape)
+    return torch.empty_like(gate)
 
 
 @torch.library.custom_op("rpadiag_reference::swiglu_backward", mutates_args=())
 def swiglu_backward_op(grad: Tensor, gate: Tensor, up: Tensor, contract: str) -> tuple[Tensor, Tensor]:
     """``(grad_gate, grad_up)``."""
     grad_gate, grad_up = swiglu_region.reference_backward(grad, gate, up, contract=_swiglu_contract(contract))
-    return grad_gate.contiguous(), grad_up.contiguous()
+    return _laid_out(grad_gate, gate), _laid_out(grad_up, up)
 
 
 @swiglu_backward_op.register_fake
 def _(grad: Tensor, gate: Tensor, up: Tensor, contract: str) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+    return torch.empty_like(gate), torch.empty_like(up)
 
 
 def _swiglu_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -217,14 +223,14 @@ def norm_rope_backward_op(
     grad_x, grad_weight = qk_norm_region.reference_backward(
         grad, x, weight, cos, sin, eps=eps, norm=_rmsnorm_contract(norm), rope=_rope_contract(rope)
     )
-    return grad_x.contiguous(), x.new_empty(0) if grad_weight is None else grad_weight
+    return _laid_out(grad_x, x), x.new_empty(0) if grad_weight is None else grad_weight
 
 
 @norm_rope_backward_op.register_fake
 def _(
     grad: Tensor, x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float, norm: str, rope: str
 ) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
+    return torch.empty_like(x), x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
 
 
 def _norm_rope_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
