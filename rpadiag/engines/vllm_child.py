@@ -149,7 +149,8 @@ class Child:
         log = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
         tail = [line for line in log if line.strip()][-LOG_TAIL_LINES:]
         return EngineError(
-            f"vLLM failed: {reason.splitlines()[0]}" if reason else f"the vLLM process {how}",
+            # a validation error says on its second line what is wrong
+            f"vLLM failed: {' '.join(reason.split(chr(10))[:2])}" if reason else f"the vLLM process {how}",
             detail="\n".join([f"last lines of {self.log_path}:", *tail]),
             hint=_hint(code, "\n".join(tail)),
         )

@@ -314,6 +314,13 @@ def test_the_attention_operator_gives_what_the_forward_got(llama: VllmEngine, tm
     assert len(llama.score([given])) == 1
 
 
+def test_more_sequences_than_the_cache_holds_are_scored_in_groups(llama: VllmEngine) -> None:
+    blocks = llama.manifest()["num_cache_blocks"]
+    many = [sequence(3, prompt=i) for i in range(blocks + 3)]  # each takes a block of its own
+    results = llama.score(many, together=True)
+    assert [r.sequence for r in results] == many
+
+
 def test_progress_names_each_sequence_as_it_finishes(llama: VllmEngine) -> None:
     finished: list[int] = []
     llama.score(SEQUENCES, on_finished=finished.append)
