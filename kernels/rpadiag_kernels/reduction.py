@@ -16,7 +16,7 @@ LANES = 32
 ELEMENTS_PER_THREAD = 16
 MAX_WARPS = 16
 MIN_TILE = 1024
-NUM_PROGRAMS = 256  # of a kernel that reduces over tokens: fixed, so that bits do not depend on the GPU
+NUM_PROGRAMS = 132  # of a kernel that reduces over tokens: fixed, so that bits do not depend on the GPU
 MIN_COLUMNS, MAX_COLUMNS = 1, 16384
 STAGE_TWO_ROWS = 32
 
@@ -36,9 +36,12 @@ class Tile:
         warps = min(MAX_WARPS, max(1, rows * columns // (LANES * ELEMENTS_PER_THREAD)))
         return cls(rows=rows, columns=columns, warps=warps)
 
-    def vector(self, itemsize: int) -> int:
-        """Neighbouring elements of one thread: 16 bytes of the loaded dtype, fewer in a tile too small for that."""
-        return min(16 // itemsize, max(1, self.rows * self.columns // (LANES * self.warps)), self.columns)
+    def vector(self, num_columns: int, itemsize: int) -> int:
+        """Neighbouring elements of one thread: 16 bytes of the loaded dtype, fewer in a tile too small for that; one
+        when H is not a multiple of 16."""
+        if num_columns % 16:
+            return 1
+        return min(16 // itemsize, self.rows * self.columns // (LANES * self.warps), self.columns)
 
 
 def row_sum(x: Tensor, *, itemsize: int) -> Tensor:
@@ -49,7 +52,7 @@ def row_sum(x: Tensor, *, itemsize: int) -> Tensor:
     warps then do the same.
     """
     tile = Tile.of(x.shape[-1])
-    vector = tile.vector(itemsize)
+    vector = tile.vector(x.shape[-1], itemsize)
     lanes = min(LANES, tile.columns // vector)
     warps = min(tile.warps, tile.columns // (vector * lanes))
     padded = torch.nn.functional.pad(x, (0, tile.columns - x.shape[-1]))
@@ -92,7 +95,8 @@ def num_partials(num_columns: int) -> int:
 
 
 def partial_sum(partials: Tensor) -> Tensor:
-    """Second stage: 32 running sums over partials [P, H], then added by halves -> [H]."""
+    """Second stage: 32 running sums over partials [P, H], padded with zeros, then added by halves -> [H]."""
+    partials = torch.nn.functional.pad(partials, (0, 0, 0, -partials.shape[0] % STAGE_TWO_ROWS))
     total = torch.zeros_like(partials[:STAGE_TWO_ROWS])
     for chunk in partials.reshape(-1, STAGE_TWO_ROWS, partials.shape[1]):
         total = total + chunk

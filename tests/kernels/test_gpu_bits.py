@@ -265,7 +265,7 @@ def test_nan_and_infinity_spread_as_in_the_reference() -> None:
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
 @pytest.mark.parametrize("kind", ["noise", "patterns", "zeros", "small", "large"])
-@pytest.mark.parametrize("n", [1, 7, 4099, 100_000, 9_000_001])
+@pytest.mark.parametrize("n", [1, 4099, 5_000_001])
 def test_ulp_kernel_equals_bits_on_every_number(dtype: torch.dtype, kind: str, n: int) -> None:
     from kernel_data import pairs, ulp_differences
 

@@ -19,21 +19,21 @@ from rpadiag_kernels.axes import LP_CODES
 from rpadiag_kernels.gpu.device import INTERPRETING, on_device, store_lp, to_lp
 from rpadiag_kernels.reduction import Tile
 
-STAGES = 2  # rows of a backward program in flight
+MAX_STAGES = 3  # rows of a backward program in flight, where shared memory has room
 NO_DW = 3  # code of the dw axis when no weight gradient is wanted
 
 
 @triton.jit
-def _tile(pointer, rows, cols, stride_row, stride_col, mask):
+def _tile(pointer, rows, cols, stride_row, mask):
     """A float32 tile [ROWS, COLUMNS]; zeros outside the mask."""
-    offsets = rows.to(tl.int64)[:, None] * stride_row + cols.to(tl.int64)[None, :] * stride_col
+    offsets = rows.to(tl.int64)[:, None] * stride_row + cols[None, :]
     return tl.load(pointer + offsets, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _effective_weight(pointer, cols, stride, H, LP: tl.constexpr, WEIGHT: tl.constexpr, INTERPRET: tl.constexpr):
+def _effective_weight(pointer, cols, H, LP: tl.constexpr, WEIGHT: tl.constexpr, INTERPRET: tl.constexpr):
     """What multiplies the normalised value, float32 [1, COLUMNS]."""
-    w = tl.load(pointer + cols.to(tl.int64) * stride, mask=cols < H, other=0.0).to(tl.float32)[None, :]
+    w = tl.load(pointer + cols, mask=cols < H, other=0.0).to(tl.float32)[None, :]
     if WEIGHT == 1:
         w = 1.0 + w
     elif WEIGHT == 2:
@@ -44,7 +44,7 @@ def _effective_weight(pointer, cols, stride, H, LP: tl.constexpr, WEIGHT: tl.con
 @triton.jit
 def _forward(
     x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr,
-    T, H, x_row, x_col, r_row, r_col, w_col, eps, inv_h,
+    T, H, x_row, r_row, eps, inv_h,
     LP: tl.constexpr, RESIDUAL: tl.constexpr,
     SUM: tl.constexpr, VARIANCE: tl.constexpr, SCALE: tl.constexpr, WEIGHT: tl.constexpr, RSTD: tl.constexpr,
     STORE: tl.constexpr, ROOT: tl.constexpr, MEAN: tl.constexpr, ORDER: tl.constexpr,
@@ -54,10 +54,10 @@ def _forward(
     cols = tl.arange(0, COLUMNS)
     mask = (rows < T)[:, None] & (cols < H)[None, :]
     out = rows[:, None] * H + cols[None, :]
-    total = _tile(x_ptr, rows, cols, x_row, x_col, mask)
+    total = _tile(x_ptr, rows, cols, x_row, mask)
     rounded = total
     if RESIDUAL:
-        total = total + _tile(r_ptr, rows, cols, r_row, r_col, mask)
+        total = total + _tile(r_ptr, rows, cols, r_row, mask)
         stored = store_lp(total, LP, STORE == 1, INTERPRET)
         rounded = stored.to(tl.float32)
         tl.store(s_ptr + out, stored, mask=mask)
@@ -80,7 +80,7 @@ def _forward(
         if SCALE == 0:
             y = to_lp(y, LP, INTERPRET)
     else:
-        w = _effective_weight(w_ptr, cols, w_col, H, LP, WEIGHT, INTERPRET)
+        w = _effective_weight(w_ptr, cols, H, LP, WEIGHT, INTERPRET)
         if SCALE == 0:
             y = to_lp(scaled * rstd, LP, INTERPRET) * w
         elif ORDER == 0:
@@ -95,7 +95,7 @@ def _forward(
 @triton.jit
 def _backward(
     dy_ptr, ds_ptr, x_ptr, r_ptr, w_ptr, rstd_ptr, dx_ptr, partial_ptr,
-    T, H, num_steps, dy_row, dy_col, ds_row, ds_col, x_row, x_col, r_row, r_col, w_col,
+    T, H, num_steps, dy_row, ds_row, x_row, r_row,
     LP: tl.constexpr, RESIDUAL: tl.constexpr, HAS_DS: tl.constexpr,
     SUM: tl.constexpr, VARIANCE: tl.constexpr, SCALE: tl.constexpr, WEIGHT: tl.constexpr, RSTD: tl.constexpr,
     STORE: tl.constexpr, DN: tl.constexpr, DW: tl.constexpr, DSUM: tl.constexpr,
@@ -105,20 +105,20 @@ def _backward(
     lane_rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     stride = tl.num_programs(0).to(tl.int64) * ROWS
     if WEIGHT != 3:
-        w = _effective_weight(w_ptr, cols, w_col, H, LP, WEIGHT, INTERPRET)
+        w = _effective_weight(w_ptr, cols, H, LP, WEIGHT, INTERPRET)
     if DW != 3:
         dw = tl.zeros([ROWS, COLUMNS], tl.float32)
     for step in tl.range(0, num_steps, num_stages=STAGES):
         rows = lane_rows + stride * step
         mask = (rows < T)[:, None] & (cols < H)[None, :]
-        total = _tile(x_ptr, rows, cols, x_row, x_col, mask)
+        total = _tile(x_ptr, rows, cols, x_row, mask)
         rounded = total
         if RESIDUAL:
-            total = total + _tile(r_ptr, rows, cols, r_row, r_col, mask)
+            total = total + _tile(r_ptr, rows, cols, r_row, mask)
             rounded = store_lp(total, LP, STORE == 1, INTERPRET).to(tl.float32)
-        dy = _tile(dy_ptr, rows, cols, dy_row, dy_col, mask)
+        dy = _tile(dy_ptr, rows, cols, dy_row, mask)
         if HAS_DS:
-            ds = _tile(ds_ptr, rows, cols, ds_row, ds_col, mask)
+            ds = _tile(ds_ptr, rows, cols, ds_row, mask)
         rstd = tl.load(rstd_ptr + rows[:, None], mask=(rows < T)[:, None], other=0.0)
         source = rounded if SUM == 0 else total
         squared = rounded if VARIANCE == 0 else total
@@ -159,7 +159,8 @@ def _add_partials(
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in tl.range(0, num_partials, ROWS, num_stages=4):
         offsets = (start + rows).to(tl.int64)[:, None] * H + cols[None, :]
-        total += tl.load(partial_ptr + offsets, mask=(cols < H)[None, :], other=0.0)
+        mask = ((start + rows) < num_partials)[:, None] & (cols < H)[None, :]
+        total += tl.load(partial_ptr + offsets, mask=mask, other=0.0)
     width: tl.constexpr = ROWS
     total = tl.sum(tl.reshape(total, [2, width // 2, COLUMNS]), axis=0)
     total = tl.sum(tl.reshape(total, [2, width // 4, COLUMNS]), axis=0)
@@ -167,6 +168,25 @@ def _add_partials(
     total = tl.sum(tl.reshape(total, [2, width // 16, COLUMNS]), axis=0)
     total = tl.sum(total, axis=0)
     tl.store(dw_ptr + cols, store_lp(total, LP, False, INTERPRET), mask=cols < H)
+
+
+def _row_major(x: Tensor) -> Tensor:
+    """``x`` [T, H] as the kernels read it: a copy where rows are not laid out so that a thread reads 16 bytes at once
+    whenever H is a multiple of 16, and never otherwise. The order of addition follows from that."""
+    num_columns = x.shape[1]
+    if num_columns % 16:
+        return x.contiguous()
+    if x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _stages(x: Tensor, tile: Tile) -> int:
+    """Rows in flight: all but one of them wait in shared memory, four tensors each."""
+    if not x.is_cuda:
+        return 1
+    room = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin - 16384
+    return max(1, min(MAX_STAGES, 1 + room // (4 * tile.rows * tile.columns * x.element_size())))
 
 
 def forward(
@@ -182,13 +202,14 @@ def forward(
     if num_tokens == 0:
         return y, summed, rstd
     tile = Tile.of(num_columns)
-    r = x if residual is None else residual
-    w = x if weight is None else weight
+    x = _row_major(x)
+    r = x if residual is None else _row_major(residual)
+    w = x if weight is None else weight.contiguous()
     flags = {k.upper(): codes[k] for k in ("sum", "variance", "scale", "weight", "rstd", "store", "root", "mean", "order")}
     with on_device(x):
         _forward[(triton.cdiv(num_tokens, tile.rows),)](
             x, r, w, y, summed, rstd,
-            num_tokens, num_columns, *x.stride(), *r.stride(), w.stride(-1), eps, 1.0 / num_columns,
+            num_tokens, num_columns, x.stride(0), r.stride(0), eps, 1.0 / num_columns,
             LP=LP_CODES[x.dtype], RESIDUAL=residual is not None, **flags,
             ROWS=tile.rows, COLUMNS=tile.columns, INTERPRET=INTERPRETING,
             num_warps=tile.warps, enable_fp_fusion=False,
@@ -213,15 +234,17 @@ def backward(
     tile = Tile.of(num_columns)
     partials = reduction.num_partials(num_columns)
     partial = torch.empty(partials if dw.numel() else 0, num_columns, dtype=torch.float32, device=x.device)
-    ds, r, w = (x if t is None else t for t in (dsummed, residual, weight))
+    dy, x = _row_major(dy), _row_major(x)
+    ds, r = (x if t is None else _row_major(t) for t in (dsummed, residual))
+    w = x if weight is None else weight.contiguous()
     flags = {k.upper(): codes[k] for k in ("sum", "variance", "scale", "weight", "rstd", "store", "dn", "dw", "dsum")}
     with on_device(x):
         _backward[(reduction.NUM_PROGRAMS,)](
             dy, ds, x, r, w, rstd, dx, partial,
             num_tokens, num_columns, triton.cdiv(num_tokens, partials),
-            *dy.stride(), *ds.stride(), *x.stride(), *r.stride(), w.stride(-1),
+            dy.stride(0), ds.stride(0), x.stride(0), r.stride(0),
             LP=LP_CODES[x.dtype], RESIDUAL=residual is not None, HAS_DS=dsummed is not None, **flags,
-            ROWS=tile.rows, COLUMNS=tile.columns, STAGES=STAGES, INTERPRET=INTERPRETING,
+            ROWS=tile.rows, COLUMNS=tile.columns, STAGES=_stages(x, tile), INTERPRET=INTERPRETING,
             num_warps=tile.warps, enable_fp_fusion=False,
         )  # fmt: skip
         if dw.numel():

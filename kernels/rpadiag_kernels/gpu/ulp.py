@@ -1,14 +1,17 @@
 """ULP statistics of two tensors in one pass, in Triton.
 
-A 32-bit word holds two 16-bit elements (``WIDE``: one float32), and most work is done on whole words. Per word: the larger
-and the smaller magnitude, their distance u on the ordered line, and its thermometer code (bit k set when u >= 2^k).
-Codes and direction flags are counted bit-sliced: a carry-save adder takes two words for two logic operations and
-counts all their bit positions at once. Clipped sums add up as float16 subnormals, which are integers times 2^-24.
+A 32-bit word holds two 16-bit elements (``WIDE``: one float32), and the work is done on whole words. Per word: the
+larger and the smaller magnitude, their distance u on the ordered line, and its thermometer code (a bit per k, set when
+u >= 2^k). Codes are counted bit-sliced: a carry-save adder takes two words for four logic operations and counts
+all their bit positions. Directions and clipped distances add up in the tensor's own 16-bit floats, where they are small
+integers and exact (a distance k as the subnormal with pattern k). The logic unit is the bottleneck: that is why
+codes are built with left shifts, which the multiplier does, and directions with float operations.
 Float sums are float32 per thread and float64 from there on.
 
-A program whose float sums are not finite, or too small for float32, does its part again the careful way
-(``CAREFUL``): non-finite pairs are counted and set to zero, and sums are float64 throughout.
-Every number but the four float sums is exact; all are independent of timing. Proof: tests/kernels/test_ulp.py.
+A program whose float sums are not finite, too small for float32, or cancelled, does its part again the careful way
+(``CAREFUL``): non-finite pairs are counted and set to zero, and the sums are float64 throughout.
+Every number but the four float sums is exact; all are independent of timing. Proof: tests/kernels/test_gpu_bits.py and
+tests/kernels/test_interpreter.py, against ``rpadiag.bits``.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ THREADS = 32 * WARPS
 TILE = 4 * THREADS  # words of one load
 CHUNK = 8 * TILE  # words between two ripples
 CHUNKS_PER_DRAIN = 31  # ten bit slices count to 1023 words of a thread: 31 chunks of 32, and 31 more
-NUM_COUNTS = 26  # 0-15: u >= 2^k; 16 up, 17 away, 18 flipped; 19 signed, 20 magnitude sum; 21 largest; 22-25 non-finite
+NUM_COUNTS = 26  # as in rpadiag_kernels.ulp.reference
 NUM_SUMS = 4
 SMALL_SUM = 2.0**-60
 
@@ -76,13 +79,14 @@ def _compare_scalar(a, b, SIGN: tl.constexpr):
     low = tl.minimum(mag_a, mag_b)
     line_a, line_b = tl.where((a & SIGN) != 0, -mag_a, mag_a), tl.where((b & SIGN) != 0, -mag_b, mag_b)
     flipped = tl.where((differ != 0) & (low != 0), -1, 0)
-    return tl.maximum(mag_a, mag_b) | differ, low | differ, flipped, tl.where(mag_b > mag_a, -1, 0), tl.where(line_b > line_a, -1, 0)
+    grown, up = tl.where(mag_b > mag_a, -1, 0), tl.where(line_b > line_a, -1, 0)
+    return tl.maximum(mag_a, mag_b) | differ, low | differ, flipped, grown, up
 
 
 @triton.jit
 def _compare(a, b, LP: tl.constexpr, INTERPRET: tl.constexpr):
-    """Per element: the larger and the smaller magnitude, each with the sign bit set where the signs differ; then masks:
-    the signs differ and neither is zero; |b| > |a|; b > a."""
+    """Per element: the larger and the smaller magnitude, each with the sign bit set where the signs differ; a mask: the
+    signs differ and neither is zero; then |b| > |a| and b > a, as 16-bit floats 1 or 0 (masks where not packed)."""
     if LP == 2:
         return _compare_scalar(a, b, -0x80000000)
     elif INTERPRET:
@@ -99,31 +103,87 @@ def _compare(a, b, LP: tl.constexpr, INTERPRET: tl.constexpr):
             hi = _asm("max.xorsign.abs.bf16x2 $0, $1, $2;", a, b)
             lo = _asm("min.xorsign.abs.bf16x2 $0, $1, $2;", a, b)
             flipped = _asm("set.lt.u32.bf16x2 $0, $1, $2;", lo, tl.zeros(a.shape, tl.int32))
-            grown = _asm("{.reg .b32 x, y; abs.bf16x2 x, $1; abs.bf16x2 y, $2; set.gt.u32.bf16x2 $0, x, y;}", b, a)
-            up = _asm("set.gt.u32.bf16x2 $0, $1, $2;", b, a)
+            grown = _asm("{.reg .b32 x, y; abs.bf16x2 x, $1; abs.bf16x2 y, $2; set.gt.bf16x2.bf16x2 $0, x, y;}", b, a)
+            up = _asm("set.gt.bf16x2.bf16x2 $0, $1, $2;", b, a)
         else:
             hi = _asm("max.xorsign.abs.f16x2 $0, $1, $2;", a, b)
             lo = _asm("min.xorsign.abs.f16x2 $0, $1, $2;", a, b)
             flipped = _asm("set.lt.u32.f16x2 $0, $1, $2;", lo, tl.zeros(a.shape, tl.int32))
-            grown = _asm("{.reg .b32 x, y; abs.f16x2 x, $1; abs.f16x2 y, $2; set.gt.u32.f16x2 $0, x, y;}", b, a)
-            up = _asm("set.gt.u32.f16x2 $0, $1, $2;", b, a)
+            grown = _asm("{.reg .b32 x, y; abs.f16x2 x, $1; abs.f16x2 y, $2; set.gt.f16x2.f16x2 $0, x, y;}", b, a)
+            up = _asm("set.gt.f16x2.f16x2 $0, $1, $2;", b, a)
         return hi, lo, flipped, grown, up
 
 
 @triton.jit
-def _thermometer(u, WIDE: tl.constexpr):
-    """Bit k of each element set when u >= 2^k."""
+def _add_packed(x, y, LP: tl.constexpr):
+    """Sum of words of two 16-bit floats."""
+    return _asm("add.rn.bf16x2 $0, $1, $2;" if LP == 0 else "add.rn.f16x2 $0, $1, $2;", x, y)
+
+
+@triton.jit
+def _fma_packed(x, y, z, LP: tl.constexpr):
+    """x * y + z of words of two 16-bit floats."""
+    code: tl.constexpr = "fma.rn.bf16x2 $0, $1, $2, $3;" if LP == 0 else "fma.rn.f16x2 $0, $1, $2, $3;"
+    return tl.inline_asm_elementwise(code, "=r,r,r,r", [x, y, z], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _both(x, WIDE: tl.constexpr):
+    """The elements of each word added as integers."""
     if WIDE:
-        u = u | ((u >> 1) & 0x7FFFFFFF)
-        u = u | ((u >> 2) & 0x3FFFFFFF)
-        u = u | ((u >> 4) & 0x0FFFFFFF)
-        u = u | ((u >> 8) & 0x00FFFFFF)
-        return u | ((u >> 16) & 0x0000FFFF)
+        return x
     else:
-        u = u | ((u >> 1) & 0x7FFF7FFF)
-        u = u | ((u >> 2) & 0x3FFF3FFF)
-        u = u | ((u >> 4) & 0x0FFF0FFF)
-        return u | ((u >> 8) & 0x00FF00FF)
+        return (x & 0xFFFF) + ((x >> 16) & 0xFFFF)
+
+
+@triton.jit
+def _add_directions(directions, clipped, flipped, grown, up, LP: tl.constexpr, PLAIN: tl.constexpr):
+    """Count b > a, |b| > |a| without a change of sign, and changes of sign; add up the clipped distances of each and of
+    all. In packed 16-bit floats, the changes of sign negative; ``PLAIN``: from masks, as integers."""
+    num_up, sum_up, num_away, sum_away, num_flipped, sum_flipped, sum_all = directions
+    if PLAIN:
+        wide: tl.constexpr = LP == 2
+        one: tl.constexpr = 1 if LP == 2 else 0x10001
+        away = grown & ~flipped
+        return (
+            num_up + _both(up & one, wide), sum_up + _both(clipped & up, wide),
+            num_away + _both(away & one, wide), sum_away + _both(clipped & away, wide),
+            num_flipped - _both(flipped & one, wide), sum_flipped - _both(clipped & flipped, wide),
+            sum_all + _both(clipped, wide),
+        )  # fmt: skip
+    else:
+        minus_one: tl.constexpr = -0x407F4080 if LP == 0 else -0x43FF4400
+        minus_flipped = flipped & minus_one
+        away = _fma_packed(grown, minus_flipped, grown, LP)
+        return (
+            _add_packed(num_up, up, LP), _fma_packed(clipped, up, sum_up, LP),
+            _add_packed(num_away, away, LP), _fma_packed(clipped, away, sum_away, LP),
+            _add_packed(num_flipped, minus_flipped, LP), _fma_packed(clipped, minus_flipped, sum_flipped, LP),
+            _add_packed(sum_all, clipped, LP),
+        )  # fmt: skip
+
+
+@triton.jit
+def _thermometer(u, WIDE: tl.constexpr, INTERPRET: tl.constexpr):
+    """A bit per k in each element, set when u >= 2^k; in reversed order (see :func:`_bit_of`)."""
+    if INTERPRET:
+        field: tl.constexpr = -1 if WIDE else 0x7FFF7FFF
+        u = u | ((u >> 1) & (0x7FFFFFFF if WIDE else 0x7FFF7FFF) & field)
+        u = u | ((u >> 2) & (0x3FFFFFFF if WIDE else 0x3FFF3FFF))
+        u = u | ((u >> 4) & (0x0FFFFFFF if WIDE else 0x0FFF0FFF))
+        u = u | ((u >> 8) & (0x00FFFFFF if WIDE else 0x00FF00FF))
+        if WIDE:
+            u = u | ((u >> 16) & 0x0000FFFF)
+        return u
+    else:
+        u = tl.inline_asm_elementwise("brev.b32 $0, $1;", "=r,r", [u], dtype=tl.int32, is_pure=True, pack=1)
+        u = u | ((u << 1) & (-1 if WIDE else -0x10002))
+        u = u | ((u << 2) & (-1 if WIDE else -0x30004))
+        u = u | ((u << 4) & (-1 if WIDE else -0xF0010))
+        u = u | ((u << 8) & (-1 if WIDE else -0xFF0100))
+        if WIDE:
+            u = u | (u << 16)
+        return u
 
 
 @triton.jit
@@ -139,25 +199,24 @@ def _values(x, LP: tl.constexpr):
 
 
 @triton.jit
-def _add_sums(sums, a, b):
-    sq_diff, sq_a, sq_b, dot = sums
-    d = b - a
-    return sq_diff + d * d, sq_a + a * a, sq_b + b * b, dot + a * b
+def _add_sums(sums, a, b, CAREFUL: tl.constexpr):
+    """(b-a)^2, a^2, b^2, a*b in float64; otherwise (b-a)^2, a^2, a*(b-a), from which the others follow."""
+    sq_diff, sq_a, third, dot = sums
+    if CAREFUL:
+        a, b = a.to(tl.float64), b.to(tl.float64)
+        return sq_diff + (b - a) * (b - a), sq_a + a * a, third + b * b, dot + a * b
+    else:
+        return sq_diff + (b - a) * (b - a), sq_a + a * a, third + a * (b - a), dot
 
 
 @triton.jit
 def _add_words(sums, a, b, LP: tl.constexpr, CAREFUL: tl.constexpr):
-    """The four float sums after the elements of words a and b."""
+    """The float sums after the elements of words a and b."""
     a_low, a_high = _values(a, LP)
     b_low, b_high = _values(b, LP)
-    if CAREFUL:
-        sums = _add_sums(sums, a_low.to(tl.float64), b_low.to(tl.float64))
-        if LP != 2:
-            sums = _add_sums(sums, a_high.to(tl.float64), b_high.to(tl.float64))
-    else:
-        sums = _add_sums(sums, a_low, b_low)
-        if LP != 2:
-            sums = _add_sums(sums, a_high, b_high)
+    sums = _add_sums(sums, a_low, b_low, CAREFUL)
+    if LP != 2:
+        sums = _add_sums(sums, a_high, b_high, CAREFUL)
     return sums
 
 
@@ -240,23 +299,21 @@ def _count_of_bit(low, middle, high, bit: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _add_half(x, y, INTERPRET: tl.constexpr):
-    """Sum of words of two float16 numbers."""
-    if INTERPRET:
-        low = x.to(tl.int16).to(tl.float16, bitcast=True) + y.to(tl.int16).to(tl.float16, bitcast=True)
-        high = (x >> 16).to(tl.int16).to(tl.float16, bitcast=True) + (y >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-        return (low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) | (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
-    else:
-        return _asm("add.rn.f16x2 $0, $1, $2;", x, y)
+def _bit_of(k: tl.constexpr, WIDE: tl.constexpr, INTERPRET: tl.constexpr) -> tl.constexpr:
+    """Position of the bit of threshold 2^k in a code."""
+    return k if INTERPRET else (31 - k if WIDE else 15 - k)
 
 
 @triton.jit
-def _half_total(x, THREADS: tl.constexpr, INTERPRET: tl.constexpr):
-    """Both halves of each thread's four words, summed: float32, in units of 2^-24."""
-    first, second, third, fourth = _quarters(x, THREADS)
-    x = _add_half(_add_half(first, second, INTERPRET), _add_half(third, fourth, INTERPRET), INTERPRET)
-    low, high = _values(x, 1)
-    return low + high
+def _flush(total, words, LP: tl.constexpr, PLAIN: tl.constexpr, THREADS: tl.constexpr):
+    """float32 totals [THREADS] plus the small integers of ``words`` [4 * THREADS], which the caller sets to zero."""
+    first, second, third, fourth = _quarters(words, THREADS)
+    if PLAIN:
+        return total + ((first + second) + (third + fourth)).to(tl.float32)
+    else:
+        x = _add_packed(_add_packed(first, second, LP), _add_packed(third, fourth, LP), LP)
+        low, high = _values(x, LP)
+        return total + (low + high)
 
 
 @triton.jit
@@ -267,10 +324,8 @@ def _scan(
     """(counts [32] int64, four sums float64) of this program's part."""
     WIDE: tl.constexpr = LP == 2
     TILE: tl.constexpr = 4 * THREADS
-    top: tl.constexpr = 31 if WIDE else 15
-    rest_1: tl.constexpr = 0x7FFFFFFF if WIDE else 0x7FFF7FFF
-    rest_2: tl.constexpr = 0x3FFFFFFF if WIDE else 0x3FFF3FFF
-    sign: tl.constexpr = -0x80000000 if WIDE else -0x7FFF8000
+    PLAIN: tl.constexpr = WIDE or INTERPRET
+    rest: tl.constexpr = 0x7FFFFFFF if WIDE else 0x7FFF7FFF
     infinity: tl.constexpr = 0x7F80 if LP == 0 else 0x7C00
     index = tl.arange(0, 32)
     totals = tl.zeros([32], tl.int64)
@@ -285,14 +340,11 @@ def _scan(
     stride = tl.num_programs(0).to(tl.int64)
     for first in range(tl.program_id(0).to(tl.int64), num_chunks, stride * DRAIN):
         code_low, code_middle, code_high = (none, none), (none, none, none), (none, none, none, none, none)
-        flag_low, flag_middle, flag_high = (none, none), (none, none, none), (none, none, none, none, none)
-        signed = tl.zeros([THREADS], tl.float32)
-        magnitude = tl.zeros([THREADS], tl.float32)
+        none_f = tl.zeros([THREADS], tl.float32)
+        directions = (none_f, none_f, none_f, none_f, none_f, none_f, none_f)
         for chunk in range(first, tl.minimum(first + stride * DRAIN, num_chunks), stride):
-            signed_words, magnitude_words = zero, zero
-            code_four, flag_four = none, none
-            code_eight, flag_eight = none, none
-            code_sixteen, flag_sixteen = none, none
+            words = (zero, zero, zero, zero, zero, zero, zero)
+            code_four, code_eight, code_sixteen = none, none, none
             for step in tl.static_range(8):
                 offsets = chunk * (8 * TILE) + step * TILE + tl.arange(0, TILE)
                 mask = offsets < num_words
@@ -306,55 +358,49 @@ def _scan(
                         bad, a, b = _set_aside(bad, a, b, 16, 0x7FFF, infinity)
                 sums = _add_words(sums, a, b, LP, CAREFUL)
                 hi, lo, flipped, grown, up = _compare(a, b, LP, INTERPRET)
-                u = (hi - lo) + ((lo & flipped & rest_1) << 1)
+                u = (hi - lo) + ((lo & flipped & rest) << 1)
                 largest = _maximum(largest, u, WIDE, INTERPRET)
-                code = _thermometer(u, WIDE)
-                flags = (up & ~rest_1) | (grown & ~flipped & rest_1)
-                flags = (flags & ~rest_2) | (flipped & rest_2)
                 clipped = _minimum(u, 8, WIDE, INTERPRET)
-                kept = clipped & ~flipped
-                if WIDE:
-                    signed += _sum_of_four(tl.where(up < 0, clipped, -clipped), THREADS)
-                    magnitude += _sum_of_four(tl.where(grown < 0, kept, -kept), THREADS)
-                else:
-                    signed_words = _add_half(signed_words, clipped | (up & sign), INTERPRET)
-                    magnitude_words = _add_half(magnitude_words, kept | (grown & sign), INTERPRET)
-                code_low, code_carry = _count_load(code_low, code, THREADS, INTERPRET)
-                flag_low, flag_carry = _count_load(flag_low, flags, THREADS, INTERPRET)
+                words = _add_directions(words, clipped, flipped, grown, up, LP, PLAIN)
+                code_low, carry = _count_load(code_low, _thermometer(u, WIDE, INTERPRET), THREADS, INTERPRET)
                 fours, eights, sixteens = code_middle
-                flag_fours, flag_eights, flag_sixteens = flag_middle
                 if step % 2 == 0:
-                    code_four, flag_four = code_carry, flag_carry
+                    code_four = carry
                 else:
-                    fours, code_carry = _full_adder(fours, code_four, code_carry, INTERPRET)
-                    flag_fours, flag_carry = _full_adder(flag_fours, flag_four, flag_carry, INTERPRET)
+                    fours, carry = _full_adder(fours, code_four, carry, INTERPRET)
                     if step % 4 == 1:
-                        code_eight, flag_eight = code_carry, flag_carry
+                        code_eight = carry
                     else:
-                        eights, code_carry = _full_adder(eights, code_eight, code_carry, INTERPRET)
-                        flag_eights, flag_carry = _full_adder(flag_eights, flag_eight, flag_carry, INTERPRET)
+                        eights, carry = _full_adder(eights, code_eight, carry, INTERPRET)
                         if step == 3:
-                            code_sixteen, flag_sixteen = code_carry, flag_carry
+                            code_sixteen = carry
                         else:
-                            sixteens, code_carry = _full_adder(sixteens, code_sixteen, code_carry, INTERPRET)
-                            flag_sixteens, flag_carry = _full_adder(flag_sixteens, flag_sixteen, flag_carry, INTERPRET)
-                            code_high = _ripple(code_high, code_carry)
-                            flag_high = _ripple(flag_high, flag_carry)
+                            sixteens, carry = _full_adder(sixteens, code_sixteen, carry, INTERPRET)
+                            code_high = _ripple(code_high, carry)
                 code_middle = (fours, eights, sixteens)
-                flag_middle = (flag_fours, flag_eights, flag_sixteens)
-            if not WIDE:
-                signed += _half_total(signed_words, THREADS, INTERPRET)
-                magnitude += _half_total(magnitude_words, THREADS, INTERPRET)
-        for bit in tl.static_range(16):
-            totals += tl.where(index == bit, _count_of_bit(code_low, code_middle, code_high, bit, WIDE), 0)
-        for bit in tl.static_range(3):
-            totals += tl.where(index == 16 + bit, _count_of_bit(flag_low, flag_middle, flag_high, top - bit, WIDE), 0)
-        if WIDE:
-            totals += tl.where(index == 19, tl.sum(signed, axis=0).to(tl.int64), 0)
-            totals += tl.where(index == 20, tl.sum(magnitude, axis=0).to(tl.int64), 0)
-        else:
-            totals += tl.where(index == 19, (tl.sum(signed, axis=0) * -16777216.0).to(tl.int64), 0)
-            totals += tl.where(index == 20, (tl.sum(magnitude, axis=0) * -16777216.0).to(tl.int64), 0)
+            d0, d1, d2, d3, d4, d5, d6 = directions
+            directions = (
+                _flush(d0, words[0], LP, PLAIN, THREADS), _flush(d1, words[1], LP, PLAIN, THREADS),
+                _flush(d2, words[2], LP, PLAIN, THREADS), _flush(d3, words[3], LP, PLAIN, THREADS),
+                _flush(d4, words[4], LP, PLAIN, THREADS), _flush(d5, words[5], LP, PLAIN, THREADS),
+                _flush(d6, words[6], LP, PLAIN, THREADS),
+            )  # fmt: skip
+        for k in tl.static_range(16):
+            count = _count_of_bit(code_low, code_middle, code_high, _bit_of(k, WIDE, INTERPRET), WIDE)
+            totals += tl.where(index == k, count, 0)
+        num_up, sum_up, num_away, sum_away = directions[0], directions[1], directions[2], directions[3]
+        num_flipped, sum_flipped, sum_all = directions[4], directions[5], directions[6]
+        totals += tl.where(index == 16, tl.sum(num_up, axis=0).to(tl.int64), 0)
+        totals += tl.where(index == 17, tl.sum(num_away, axis=0).to(tl.int64), 0)
+        totals += tl.where(index == 18, tl.sum(-num_flipped, axis=0).to(tl.int64), 0)
+        signed = tl.sum(2 * sum_up - sum_all, axis=0)
+        magnitude = tl.sum(2 * sum_away - sum_all - sum_flipped, axis=0)
+        if not PLAIN:  # patterns of subnormals: 2^-133 of bfloat16, 2^-24 of float16
+            scale: tl.constexpr = 2.0**67 if LP == 0 else 2.0**12
+            signed, magnitude = signed * scale, magnitude * scale
+            signed, magnitude = signed * (scale * 0.5 if LP == 0 else scale), magnitude * (scale * 0.5 if LP == 0 else scale)
+        totals += tl.where(index == 19, signed.to(tl.int64), 0)
+        totals += tl.where(index == 20, magnitude.to(tl.int64), 0)
     if WIDE:
         furthest = tl.max(largest.to(tl.int64) & 0xFFFFFFFF, axis=0)
     else:
@@ -363,17 +409,12 @@ def _scan(
     if CAREFUL:
         for i in tl.static_range(4):
             totals += tl.where(index == 22 + i, tl.sum(bad[i], axis=0).to(tl.int64), 0)
-    return (
-        totals, tl.sum(sums[0].to(tl.float64), axis=0), tl.sum(sums[1].to(tl.float64), axis=0),
-        tl.sum(sums[2].to(tl.float64), axis=0), tl.sum(sums[3].to(tl.float64), axis=0),
-    )  # fmt: skip
-
-
-@triton.jit
-def _sum_of_four(x, THREADS: tl.constexpr):
-    """Sum of each thread's four elements, as float32."""
-    first, second, third, fourth = _quarters(x, THREADS)
-    return ((first + second) + (third + fourth)).to(tl.float32)
+    sq_diff, sq_a = tl.sum(sums[0].to(tl.float64), axis=0), tl.sum(sums[1].to(tl.float64), axis=0)
+    third, dot = tl.sum(sums[2].to(tl.float64), axis=0), tl.sum(sums[3].to(tl.float64), axis=0)
+    if not CAREFUL:
+        dot = sq_a + third
+        third = dot + third + sq_diff
+    return totals, sq_diff, sq_a, third, dot
 
 
 @triton.jit
@@ -382,8 +423,8 @@ def _ulp_stats(
     DRAIN: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     counts, sq_diff, sq_a, sq_b, dot = _scan(a_ptr, b_ptr, num_words, LP, False, THREADS, DRAIN, INTERPRET)
-    size = sq_diff + sq_a + sq_b
-    if (size < SMALL) | ((size < float("inf")) == 0):
+    size = sq_diff + sq_a
+    if (size < SMALL) | ((size < float("inf")) == 0) | (sq_b < sq_a * 0.0625):
         counts, sq_diff, sq_a, sq_b, dot = _scan(a_ptr, b_ptr, num_words, LP, True, THREADS, DRAIN, INTERPRET)
     program = tl.program_id(0).to(tl.int64)
     tl.store(counts_ptr + program * 32 + tl.arange(0, 32), counts)
