@@ -28,7 +28,7 @@ def attribution_block(run: Run, key: str, *, alone: bool) -> Block | None:
     )
     figures = [
         figures_attribution.systematic_forest(f"{key}-forest", rows),
-        figures_attribution.saturated_bars(f"{key}-bars", rows),
+        figures_attribution.single_forward_bars(f"{key}-bars", rows, saturated=bool(state.get("saturated"))),
     ]
     warning = (
         None

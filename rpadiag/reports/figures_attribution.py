@@ -169,8 +169,8 @@ def systematic_forest(key: str, attribution: pd.DataFrame) -> Figure:
     )
 
 
-def saturated_bars(key: str, attribution: pd.DataFrame) -> Figure:
-    """Mean |d| of single forwards for the same rows: what does not rank regions."""
+def single_forward_bars(key: str, attribution: pd.DataFrame, *, saturated: bool) -> Figure:
+    """Mean |d| of single forwards for the same rows: what does not rank regions, saturated or not."""
     shown = _region_rows(attribution)
     names = [row_name(d, r) for d, r in zip(shown["design"], shown["region"], strict=True)]
     value = shown["mean_abs_d"].to_numpy(dtype="float64")
@@ -192,8 +192,13 @@ def saturated_bars(key: str, attribution: pd.DataFrame) -> Figure:
     top = max(float(np.nanmax(value)), 1e-12)
     return Figure(
         key=key,
-        title="Mean |d| of single forwards, which saturates",
-        caption="The same rows, measured end to end. One region out of step already brings nearly the whole gap, so these bars say nothing about causes.",
+        title="Mean |d| of single forwards, saturated" if saturated else "Mean |d| of single forwards",
+        caption="The same rows, measured end to end. "
+        + (
+            "One region out of step already brings nearly the whole gap, so these bars say nothing about causes."
+            if saturated
+            else "Chaos is in these bars, as the self-control shows, so they do not rank regions."
+        ),
         data=data,
         layout=layout(
             40 * len(names) + 84,
