@@ -143,7 +143,7 @@ def systematic_forest(key: str, attribution: pd.DataFrame) -> Figure:
     height = 40 * len(names) + 84
     return Figure(
         key=key,
-        title="Systematic part, which adds up",
+        title="Systematic part",
         caption="Mean squared systematic difference when only this region keeps its own rounding. Whiskers are two standard errors; "
         "a filled mark is told from zero, a hollow one is not.",
         data=data,
