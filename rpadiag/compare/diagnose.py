@@ -25,6 +25,7 @@ from rpadiag.compare import (
     diagnose_rope,
     diagnose_router,
     diagnose_structure,
+    diagnose_subset,
     diagnose_swiglu,
 )
 from rpadiag.compare.explain import FINDING_SEVERITY, SITE_SEVERITIES, Context, ContractReader, Explanation, Pair
@@ -42,6 +43,8 @@ _BY_ROLE: dict[tuple[str, str], tuple[Explain, ...]] = {
     ("lm_head", "logits"): (diagnose_head.logits,),
     ("sampling", "logprob"): (diagnose_head.logprob,),
     ("attention", "cache"): (diagnose_attention.cache,),
+    ("rmsnorm", "residual"): (diagnose_norm.residual,),
+    ("rmsnorm", "rstd"): (),
     ("router", "experts"): (diagnose_router.experts,),
     ("router", "combine"): (diagnose_router.combine,),
     ("weights", "weights"): (diagnose_data.weights,),
@@ -57,11 +60,13 @@ _BY_REGION: dict[str, tuple[Explain, ...]] = {
 }
 _STRUCTURE = (
     diagnose_structure.boundary,
+    diagnose_subset.row_subset,
     diagnose_structure.saturated,
     diagnose_structure.offset,
     diagnose_structure.gains,
     diagnose_structure.coarser_grid,
-    diagnose_structure.column_subset,
+    diagnose_subset.column_subset,
+    diagnose_subset.low_rank,
 )
 
 
@@ -81,7 +86,7 @@ def explain_site(pair: Pair, ctx: Context) -> list[Explanation]:
     """Every explanation of a difference at one site, strongest first; empty when the sides are equal."""
     if same_values(pair.a, pair.b):
         return []
-    if not pair.a.is_floating_point():
+    if not pair.a.is_floating_point() or _whole_positions(pair):
         found = list(diagnose_data.integers(pair))
         for explain in _BY_ROLE.get((pair.role.region, pair.role.kind), ()):
             found += explain(pair, ctx)
@@ -92,19 +97,25 @@ def explain_site(pair: Pair, ctx: Context) -> list[Explanation]:
     if pair.role.region == "weights":
         return list(diagnose_data.weights(pair, ctx))
     found = []
-    for identity in diagnose_identity.IDENTITIES:
+    for identity in (*diagnose_identity.IDENTITIES, diagnose_subset.dropout):
         found += identity(pair)
         if found:
             break
-    if not found:
-        found += diagnose_identity.equals_an_input(pair, ctx)
     own = _BY_ROLE.get((pair.role.region, pair.role.kind), _BY_REGION.get(pair.role.region, ()))
-    if not found or found[0].code == "rounded-identity":
+    if pair.role.kind != "cache" and not found:
+        found += diagnose_identity.equals_an_input(pair, ctx)
+    rounded = bool(found) and found[0].code == "rounded-identity"
+    if not found or (rounded and pair.role.kind in ("logits", "output")):
         for explain in own:
             found += explain(pair, ctx)
     if not any(e.complete for e in found):
         found += _structure(pair)
     return found
+
+
+def _whole_positions(pair: Pair) -> bool:
+    """Positions held as floats are still positions."""
+    return pair.role.kind == "positions" and all(bool((t == t.round()).all()) for t in (pair.a, pair.b))
 
 
 def _structure(pair: Pair) -> list[Explanation]:
@@ -114,6 +125,8 @@ def _structure(pair: Pair) -> list[Explanation]:
         found += look(pair)
         if any(e.complete for e in found):
             return found
+    if any(e.code == "coarser-grid" and e.severity == "rounding-contract" for e in found) and pair.change.rel_l2 < 0.03:
+        return found
     return found + list(diagnose_noise.fallback(pair))
 
 

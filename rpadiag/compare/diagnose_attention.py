@@ -76,7 +76,12 @@ def attention(pair: Pair, ctx: Context) -> Iterator[Explanation]:
     is_scores = pair.role.kind == "scores" and a.shape[-1] == k.shape[1]
     window = prefix_boundary(a, b, axis=1)
     lp = torch.float16 if torch.float16 in (pair.a.dtype, q.dtype) else torch.bfloat16
-    ways = score_variants(q.shape[-1], lp) if is_scores else variants(q.shape[-1], lp, window[0] if window else None)
+    group = _group(pair, ctx)
+    ways = (
+        score_variants(q.shape[-1], lp)
+        if is_scores
+        else variants(q.shape[-1], lp, window[0] if window else None, group)
+    )
     fits: list[list[tuple[float, str]]] = [[], []]
     for name, compute in ways.items():
         value = compute(q.double(), k.double(), v.double()).float()
@@ -85,6 +90,10 @@ def attention(pair: Pair, ctx: Context) -> Iterator[Explanation]:
             fits[i].append((rel_error(side, value), name))
     (left_a, form_a), (left_b, form_b) = (min(f) for f in fits)
     limit = 2 * pair.unit if pair.lp else 2e-5
+    if not is_scores and min(left_a, left_b) < limit <= max(left_a, left_b):
+        name, out, form = ("B", b, form_a) if left_b > left_a else ("A", a, form_b)
+        yield from _solved(name, out, form, q, k, v, limit)
+        return
     if form_a == form_b or max(left_a, left_b) > limit or not _beats(fits, form_a, form_b):
         return
     rounding = "rounded" in form_a + form_b
@@ -105,6 +114,58 @@ def attention(pair: Pair, ctx: Context) -> Iterator[Explanation]:
     yield Explanation(
         code="attention-form", severity=severity, text=text, proof="solved", numbers={"form_a": form_a, "form_b": form_b},
     )  # fmt: skip
+
+
+def _solved(side: str, out: Tensor, form: str, q: Tensor, k: Tensor, v: Tensor, limit: float) -> Iterator[Explanation]:
+    """A side that fits no form as it stands: with another scale, or with capped scores?"""
+    q, k, v = q.double(), k.double(), v.double()
+    base = (q @ k.mT) / math.sqrt(q.shape[-1])
+    mask = _mask(q.shape[1], None)
+
+    def error(change: Callable[[Tensor], Tensor]) -> float:
+        return rel_error(out, change(base).masked_fill(~mask, -math.inf).softmax(-1) @ v)
+
+    families: dict[str, tuple[Callable[[float], Callable[[Tensor], Tensor]], float, float]] = {
+        "scale": (lambda t: lambda s: s * t, 0.02, 50.0),
+        "cap": (lambda t: lambda s: t * torch.tanh(s / t), 1.0, 200.0),
+    }
+    for name, (make, low, high) in families.items():
+        found = _search(lambda t, make=make: error(make(t)), low, high)  # type: ignore[misc]
+        if error(make(found)) < limit:
+            scale = found / math.sqrt(q.shape[-1])
+            what = (
+                f"scores scaled by {scale:.5g} = 1/sqrt({scale**-2:.4g})"
+                if name == "scale"
+                else f"scores capped as c * tanh(s / c) with c = {found:.4g}"
+            )
+            text = f"{side} computes attention with {what} (solved), the other side {form}"
+            yield Explanation(
+                code=f"attention-{name}",
+                severity="semantic",
+                text=text,
+                proof="solved",
+                numbers={name: scale if name == "scale" else found},
+            )
+            return
+
+
+def _search(error: Callable[[float], float], low: float, high: float) -> float:
+    """The argument with the smallest error, on a logarithmic grid refined around its best point."""
+    for _ in range(5):
+        grid = torch.logspace(math.log10(low), math.log10(high), 13).tolist()
+        best = min(grid, key=error)
+        step = (high / low) ** (1 / 12)
+        low, high = best / step, best * step
+    return best
+
+
+def _group(pair: Pair, ctx: Context) -> int:
+    """Query heads that share one key head, 1 where each has its own."""
+    q, k = ctx.tensor("q", pair.site), ctx.tensor("k", pair.site)
+    if q is None or k is None or q.ndim != 3 or k.ndim != 3:
+        return 1
+    axis = 1 if k.shape[0] == q.shape[0] and k.shape[1] != q.shape[1] else 0
+    return max(1, q.shape[axis] // max(1, k.shape[axis]))
 
 
 def _window_of(form: str) -> float:
@@ -162,7 +223,7 @@ def _name(lp: torch.dtype) -> str:
     return "fp16" if lp == torch.float16 else "bf16"
 
 
-def variants(d: int, lp: torch.dtype, window: int | None) -> dict[str, Variant]:
+def variants(d: int, lp: torch.dtype, window: int | None, group: int = 1) -> dict[str, Variant]:
     """Ways to compute attention outputs, with the window that the first differing row suggests."""
     scores = score_variants(d, lp)
 
@@ -182,6 +243,13 @@ def variants(d: int, lp: torch.dtype, window: int | None) -> dict[str, Variant]:
     ways = {f"softmax({name}) @ v": out(score) for name, score in scores.items()}
     ways["softmax without a causal mask"] = out(plain, causal=False)
     ways[f"softmax with probabilities rounded to {_name(lp)} before v"] = out(plain, probs=low)
+    if group > 1:
+
+        def tiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            index = (torch.arange(q.shape[0]) % (q.shape[0] // group)) * group
+            return out(plain)(q, k[index], v[index])
+
+        ways["attention with the key heads tiled instead of repeated"] = tiled
     if window is not None:
         for w in (window, window + 1):
             ways[f"a window of {w} visible keys"] = out(plain, w=w)

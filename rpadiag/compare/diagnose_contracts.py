@@ -39,7 +39,10 @@ WORDS: dict[tuple[str, str], tuple[str, dict[str, str]]] = {
         "the factor",
         {"w": "is w", "1+w": "is 1+w", "lp(1+w)": "is 1+w rounded", "none": "is missing"},
     ),
-    ("rmsnorm", "rstd"): ("the inverse rms", {"fp32": "is kept in fp32", "lp": "is rounded (the row gain is bf16(inv)/inv: row-coherent sign)"}),
+    ("rmsnorm", "rstd"): (
+        "the inverse rms",
+        {"fp32": "is kept in fp32", "lp": "is rounded (the row gain is bf16(inv)/inv: row-coherent sign)"},
+    ),
     ("swiglu", "silu"): (
         "silu(gate)",
         {"lp": "is rounded before the product with up", "fp32": "stays fp32, one rounding"},
@@ -78,7 +81,7 @@ def contract_difference(
         return
     sentences = [sentence(region, axis, one, two, pair.lp) for axis in axes]
     shared = [shared_sentence(region, axis, one, pair.lp) for axis in _worth_saying(region, one) if axis not in axes]
-    severity = max((SEVERITY_OF_AXIS.get(x, "rounding-contract") for x in axes), key=_ORDER.index)
+    severity = max((_severity(x, one, two) for x in axes), key=_ORDER.index)
     bias = ", unbiased" if severity == "rounding-contract" and abs(pair.change.sign_balance) < 0.05 else ""
     stacked = (
         "two stacked contracts: " if len(axes) == 2 else f"{len(axes)} stacked contracts: " if len(axes) > 2 else ""
@@ -86,6 +89,13 @@ def contract_difference(
     identity = f"; B == {two.name(pair.lp)}{' bit for bit' if exact else ' but for rare elements'}"
     text = stacked + "; ".join([*sentences, *shared, *facts]) + tail + bias + identity
     yield Explanation(code="contract", severity=severity, text=text, proof="identity", numbers=numbers)
+
+
+def _severity(axis: str, a: Contract, b: Contract) -> str:
+    """Rounding 1 + w is rounding; another factor is another formula."""
+    if axis == "weight" and {str(getattr(a, axis)), str(getattr(b, axis))} == {"1+w", "lp(1+w)"}:
+        return "rounding-contract"
+    return SEVERITY_OF_AXIS.get(axis, "rounding-contract")
 
 
 _ORDER = ["ulp-noise", "rounding-contract", "biased-rounding", "semantic"]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rpadiag.compare.diagnose_identity import equals_an_input
 from rpadiag.compare.diagnose_structure import prefix_boundary
+from rpadiag.compare.diagnose_subset import rank_of_difference
 from rpadiag.compare.explain import Context, Explanation, Pair, percent, rel_error
 from rpadiag.compare.roles import Role
 from rpadiag.structure import same_values
@@ -100,13 +101,13 @@ def positions(pair: Pair, a: Tensor, b: Tensor, first: list[int]) -> Explanation
     rounded = a.float().bfloat16().to(torch.int64)
     numbers: dict[str, object] = {"first": first}
     k = first[-1]
-    severity = "data"
+    severity, region = "data", "data"
     if bool((delta == delta[0]).all()):
         text = f"positions are offset by {int(delta[0])} everywhere: harmless under RoPE alone (it is relative), not for absolute embeddings or windows"
         numbers["offset"] = int(delta[0])
     elif same_values(rounded, b):
-        text = "B.positions == bf16(A.positions): positions beyond 256 collapse onto the bf16 grid"
-        severity = "semantic"
+        text = "B.positions == bf16(A.positions): positions beyond 256 collapse onto the bf16 grid, neighbouring tokens share an angle"
+        severity, region = "semantic", "rope"
     elif a.ndim == 1 and prefix_boundary(a, b, axis=0) is not None and bool((delta[k:] == delta[k]).all()):
         side = "A" if int(delta[k]) > 0 else "B"
         text = (
@@ -117,7 +118,7 @@ def positions(pair: Pair, a: Tensor, b: Tensor, first: list[int]) -> Explanation
     else:
         text = f"positions differ first at index {first}, by {int(delta[delta != 0][0])}"
     return Explanation(
-        code="positions-differ", severity=severity, text=text, proof="identity", region="data", numbers=numbers
+        code="positions-differ", severity=severity, text=text, proof="identity", region=region, numbers=numbers
     )
 
 
@@ -133,6 +134,11 @@ def weights(pair: Pair, ctx: Context) -> Iterator[Explanation]:
         yield Explanation(
             code="stale-weights", severity="semantic", text=text, proof="identity", numbers=stale[0].numbers
         )
+        return
+    rank = rank_of_difference(pair)
+    if rank is not None:
+        text = f"{how}; they differ by a matrix of rank {rank}: a LoRA adapter is merged on one side only"
+        yield Explanation(code="low-rank", severity="semantic", text=text, proof="solved", numbers={"rank": rank})
         return
     small = rel_error(pair.b, pair.a)
     guess = "another training step (stale weights)" if small < 0.3 else "another checkpoint, layer or layout"

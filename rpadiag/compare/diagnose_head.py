@@ -21,9 +21,16 @@ def logits(pair: Pair, ctx: Context) -> Iterator[Explanation]:
         return
     a, b = pair.a.double(), pair.b.double()
     ratio = b / torch.where(a == 0, math.nan, a)
-    spread = (ratio.nan_to_num(0).std(0) / ratio.nan_to_num(0).mean(0).abs().clamp_min(1e-300)).median()
+    spreads = ratio.nan_to_num(0).std(0) / ratio.nan_to_num(0).mean(0).abs().clamp_min(1e-300)
+    spread = spreads.kthvalue(max(1, int(0.9 * len(spreads)))).values
     middle = ratio.nanmedian(0).values
-    if a.shape[0] >= 4 and float(spread) < 20 * pair.unit + 1e-5 and float(middle.std() / middle.mean().abs()) > 1e-3:
+    scaled = float(((middle - 1).abs() > 1e-3).double().mean()) > 0.5
+    if (
+        scaled
+        and a.shape[0] >= 4
+        and float(spread) < 20 * pair.unit + 1e-5
+        and float(middle.std() / middle.mean().abs()) > 1e-3
+    ):
         size = float(middle.median())
         text = (
             f"each vocabulary row is off by a constant factor of its own (median {size:.5g}), the same for every token -> a per-channel (dequantisation) "
@@ -76,7 +83,7 @@ def logprob(pair: Pair, ctx: Context) -> Iterator[Explanation]:
         error = error_a if that == "A" else error_b
         if error < EXACT:
             found = list(_truncated(values / t, targets, side, other, this)) or list(
-                _rounded_softmax(values / t, targets, side, this)
+                _rounded_softmax(values, t, targets, side, this)
             )
             yield from found
             if found:
@@ -165,11 +172,15 @@ def _truncated(values: Tensor, targets: Tensor, side: Tensor, other: Tensor, nam
     )
 
 
-def _rounded_softmax(values: Tensor, targets: Tensor, side: Tensor, name: str) -> Iterator[Explanation]:
+def _rounded_softmax(values: Tensor, t: float, targets: Tensor, side: Tensor, name: str) -> Iterator[Explanation]:
     """log_softmax computed in, or on logits rounded to, a 16-bit type."""
     for dtype, word in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
-        rounded = values.float().to(dtype)
+        rounded = (values / t).float().to(dtype)
+        twice = (values.float().to(dtype).float() / t).to(dtype)
+        once = values.float().to(dtype).double() / t
         forms = {
+            f"log_softmax of {word} logits divided by T in {word}": picked(twice.double(), targets),
+            f"log_softmax of {word} logits divided by T in fp32": picked(once, targets),
             f"log_softmax of logits rounded to {word}": picked(rounded.double(), targets),
             f"log_softmax computed in {word}": rounded.log_softmax(-1).gather(-1, targets[:, None])[:, 0].double(),
         }

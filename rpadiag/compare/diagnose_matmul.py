@@ -9,7 +9,6 @@ from torch import Tensor
 
 from rpadiag.compare.diagnose_identity import drop_mantissa, round_tf32
 from rpadiag.compare.explain import Context, Explanation, Pair, percent, rel_error
-from rpadiag.structure import same_values
 
 MAX_COLUMNS = 512  # output columns that are recomputed
 SPLITS = (2, 4, 8, 16)
@@ -24,7 +23,8 @@ def product(pair: Pair, ctx: Context) -> Iterator[Explanation]:
     if w.shape[0] != x.shape[1] or w.shape[1] != pair.a.shape[-1]:
         w = w.T
     if w.shape[0] == x.shape[1] and pair.a.shape == (x.shape[0], w.shape[1]):
-        yield from product_forms(pair, x, w)
+        bias = ctx.tensor("bias", pair.site)
+        yield from product_forms(pair, x, w, bias if bias is not None and bias.shape == (w.shape[1],) else None)
 
 
 def _exact(x: Tensor, w: Tensor) -> Tensor:
@@ -64,7 +64,16 @@ def forms(x: Tensor, w: Tensor, out: torch.dtype) -> dict[str, Callable[[], Tens
     return ways
 
 
-def product_forms(pair: Pair, x: Tensor, w: Tensor) -> Iterator[Explanation]:
+def with_bias(x: Tensor, w: Tensor, bias: Tensor, out: torch.dtype) -> dict[str, Callable[[], Tensor]]:
+    """Ways to add a bias."""
+    return {
+        "bias added in fp32, one rounding": lambda: (_exact(x, w) + bias.float()).to(out),
+        "bias added after the product was rounded": lambda: (_exact(x, w).to(out).float() + bias.float()).to(out),
+        "no bias": lambda: _exact(x, w).to(out),
+    }
+
+
+def product_forms(pair: Pair, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Iterator[Explanation]:
     """Which known way each side follows, if their ways differ."""
     columns = slice(0, min(MAX_COLUMNS, w.shape[1]))
     sides = pair.a[:, columns], pair.b[:, columns]
@@ -72,7 +81,8 @@ def product_forms(pair: Pair, x: Tensor, w: Tensor) -> Iterator[Explanation]:
         return
     found: list[tuple[str, float]] = [("", 2.0), ("", 2.0)]
     out = pair.a.dtype if pair.lp else torch.float32
-    for name, compute in forms(x, w[:, columns], out).items():
+    ways = forms(x, w[:, columns], out) if bias is None else with_bias(x, w[:, columns], bias[columns], out)
+    for name, compute in ways.items():
         value = compute()
         for i, side in enumerate(sides):
             misses = float((value != side.to(out)).double().mean()) if pair.lp else rel_error(side, value) / 2e-6
@@ -92,23 +102,11 @@ def product_forms(pair: Pair, x: Tensor, w: Tensor) -> Iterator[Explanation]:
     )
     text = f"A is {form_a}, B is {form_b}{where}{tail}, unbiased"
     proof = "identity" if max(miss_a, miss_b) == 0 else "solved"
+    severity = "semantic" if "no bias" in (form_a, form_b) else "rounding-contract"
     yield Explanation(
         code="product-form",
-        severity="rounding-contract",
+        severity=severity,
         text=text,
         proof=proof,
         numbers={"form_a": form_a, "form_b": form_b},
     )
-
-
-def lp_sizes(pair: Pair) -> Iterator[Explanation]:
-    """A 16-bit output next to its own accumulator that is known to differ only by order."""
-    if pair.lp and pair.change.differing < 1e-3 and same_values(pair.a.sign(), pair.b.sign()):
-        text = f"{percent(pair.change.differing)} of {pair.change.n} {pair.lp} outputs flip, unbiased -> order / batch variance, not a precision downgrade"
-        yield Explanation(
-            code="order-noise",
-            severity="ulp-noise",
-            text=text,
-            proof="statistics",
-            numbers={"differing": pair.change.differing},
-        )

@@ -86,6 +86,26 @@ def norm_input(pair: Pair, ctx: Context) -> Tensor | None:
     return None
 
 
+def residual(pair: Pair, ctx: Context) -> Iterator[Explanation]:
+    """Two residual streams: how much of the input and of the old residual each holds."""
+    x, old = norm_input(pair, ctx), ctx.tensor("residual", like=pair.a)
+    if x is None or old is None:
+        return
+    columns = torch.stack([x.double().reshape(-1), old.double().reshape(-1)], 1)
+    held = [torch.linalg.lstsq(columns, t.double().reshape(-1, 1)).solution[:, 0] for t in (pair.a, pair.b)]
+    left = [rel_error(t.double().reshape(-1), columns @ h) for t, h in zip((pair.a, pair.b), held, strict=True)]
+    if max(left) < 4 * pair.unit + 1e-6 and float((held[0] - held[1]).abs().max()) > 0.01:
+        forms = [f"{float(h[0]):.3g} * x + {float(h[1]):.3g} * residual" for h in held]
+        text = f"A is {forms[0]}, B is {forms[1]} (solved): the residual is added another number of times, or scaled, on one side"
+        yield Explanation(
+            code="residual-form",
+            severity="semantic",
+            text=text,
+            proof="solved",
+            numbers={"form_a": forms[0], "form_b": forms[1]},
+        )
+
+
 def norm_output(pair: Pair, ctx: Context) -> Iterator[Explanation]:
     """Two outputs of a norm."""
     sources = norm_sources(pair, ctx)
@@ -95,8 +115,12 @@ def norm_output(pair: Pair, ctx: Context) -> Iterator[Explanation]:
     weight = ctx.tensor("weight")
     weight = weight if weight is not None and weight.shape == (width,) else None
     a, b = pair.a.reshape(-1, width), pair.b.reshape(-1, width)
+    lost = list(_overflow(a, b, sources[-1][0].reshape(-1, width)))
+    if lost:
+        yield from lost
+        return
     tried = [(fit(t.reshape(-1, width), weight, a), fit(t.reshape(-1, width), weight, b), t, r) for t, r in sources]
-    fit_a, fit_b, source, residual = min(tried, key=lambda t: min(t[0].residual, t[1].residual))
+    fit_a, fit_b, source, added = min(tried, key=lambda t: min(t[0].residual, t[1].residual))
     z = source.reshape(-1, width)
     limit = 4 * pair.unit
     if max(fit_a.residual, fit_b.residual) > max(limit, 1e-6) and not _is_rescaled(fit_a, fit_b, limit):
@@ -112,12 +136,30 @@ def norm_output(pair: Pair, ctx: Context) -> Iterator[Explanation]:
             numbers={"form_a": fit_a.form, "form_b": fit_b.form},
         )
         return
-    found = _epsilons(pair, z, fit_a, fit_b)
+    wide = list(_across_heads(pair, fit_a, fit_b))
+    found = _epsilons(pair, z, fit_a, fit_b) if not wide else wide[0]
     if found is not None:
         yield found
         return
     yield from _row_scalar(pair, z, fit_a, fit_b)
-    yield from _norm_contracts(pair, ctx, weight, residual, fit_a)
+    yield from _norm_contracts(pair, ctx, weight, added, fit_a)
+
+
+def _overflow(a: Tensor, b: Tensor, z: Tensor) -> Iterator[Explanation]:
+    """Rows that are zero on one side only, although their input is not: an infinite sum of squares."""
+    for side, x, other in (("B", b, a), ("A", a, b)):
+        rows = (x == 0).all(1) & (other != 0).any(1) & (z != 0).any(1)
+        n = int(rows.sum())
+        if n:
+            largest = float(z[rows].abs().max())
+            text = (
+                f"{side} is zero in {n} whole rows (largest input {largest:.4g}): the sum of squares overflowed to infinity (65504 is the largest fp16), so the "
+                "inverse rms is 0"
+            )
+            yield Explanation(
+                code="overflow", severity="fatal", text=text, proof="solved", numbers={"side": side, "num_rows": n}
+            )
+            return
 
 
 def _is_rescaled(a: NormFit, b: NormFit, limit: float) -> bool:
@@ -136,59 +178,99 @@ def _other_norm(
         text = f"{side} is the normalised input times another weight vector (solved per column: {float(column.min()):.4g} to {float(column.max()):.4g}): wrong or stale norm weight"
         yield Explanation(code="norm-weight", severity="semantic", text=text, proof="solved", numbers={"side": side})
         return
-    if bool((out == 0).all(1).any()) and not bool((z == 0).all(1).any()):
-        rows = int((out == 0).all(1).sum())
-        text = f"{side} is zero in {rows} whole rows: the sum of squares overflowed (65504 in fp16), so the inverse rms is 0"
-        yield Explanation(
-            code="overflow", severity="semantic", text=text, proof="solved", numbers={"side": side, "num_rows": rows}
-        )
 
 
 def _epsilons(pair: Pair, z: Tensor, a: NormFit, b: NormFit) -> Explanation | None:
-    """A different epsilon, solved on each side."""
+    """A different epsilon, solved on each side, and only where it explains the gain of every row."""
     error = math.hypot(a.eps_error, b.eps_error)
-    if abs(a.eps - b.eps) < 6 * error or abs(a.eps - b.eps) < 0.02 * max(abs(a.eps), abs(b.eps)):
-        return None
+    mean_square = z.double().square().mean(1)
     gain = b.rstd / a.rstd
-    smallest = float((z.double().square().mean(1)).min())
-    if abs(a.eps - b.eps) < 1e-4 * smallest:
+    if abs(a.eps - b.eps) < max(6 * error, 0.02 * abs(a.eps), 0.02 * abs(b.eps)):
         return None
+    if float((gain - 1).abs().max()) < 2 * pair.unit:
+        return None  # rounding patterns bias a row by that much
     eps_a, eps_b = round_eps(a.eps, a.eps_error), round_eps(b.eps, b.eps_error)
+    tolerance = max(3 * pair.unit, 1e-5)
+    usual = eps_a in ROUND_EPS and eps_b in ROUND_EPS
+    outside = None if usual else _outside(mean_square, a, b, eps_a, eps_b, tolerance)
+    if outside is not None:
+        return outside
+    if eps_a >= 0 and eps_b >= 0:
+        predicted = ((mean_square + eps_a) / (mean_square + eps_b)).sqrt()
+        if float((gain / predicted - 1).abs().max()) < tolerance:
+            return _eps_mismatch(eps_a, eps_b, gain)
+    return None
+
+
+def _outside(
+    mean_square: Tensor, a: NormFit, b: NormFit, eps_a: float, eps_b: float, tolerance: float
+) -> Explanation | None:
+    """One side adds a usual epsilon to the root instead of under it."""
+    for side, rstd, other in (("B", b.rstd, eps_a), ("A", a.rstd, eps_b)):
+        solved = float((rstd.reciprocal() - mean_square.sqrt())[mean_square.argmin()])
+        eps = round_eps(solved, 0.03 * abs(solved))
+        misses = float((rstd * (mean_square.sqrt() + eps) - 1).abs().max())
+        if eps > 0 and eps in ROUND_EPS and misses < tolerance:
+            text = (
+                f"eps mismatch: {side} adds eps = {eps:.3g} to the root (outside), the other side {max(other, 0.0):.3g} under it: one-sided gain per row, huge "
+                "for small-rms rows, none for large-rms rows"
+            )
+            return Explanation(
+                code="epsilon", severity="semantic", text=text, proof="solved", numbers={"eps_outside": eps}
+            )
+    return None
+
+
+def _eps_mismatch(eps_a: float, eps_b: float, gain: Tensor) -> Explanation:
     way = "away from zero" if eps_b < eps_a else "toward zero"
     text = (
         f"eps mismatch: solved eps A = {eps_a:.3g}, B = {eps_b:.3g}; one-sided gain sqrt((ms + {eps_a:.3g}) / (ms + {eps_b:.3g})) per row "
         f"({float(gain.min()):.4g} to {float(gain.max()):.4g}, {way}): huge for small-rms rows, none for large-rms rows"
     )
-    return Explanation(
-        code="epsilon", severity="semantic", text=text, proof="solved",
-        numbers={"eps_a": eps_a, "eps_b": eps_b, "max_gain": float(gain.max()), "min_gain": float(gain.min())},
-    )  # fmt: skip
+    numbers = {"eps_a": eps_a, "eps_b": eps_b, "max_gain": float(gain.max()), "min_gain": float(gain.min())}
+    return Explanation(code="epsilon", severity="semantic", text=text, proof="solved", numbers=numbers)
+
+
+def _across_heads(pair: Pair, a: NormFit, b: NormFit) -> Iterator[Explanation]:
+    """A per-head norm against one norm over all heads together: one inverse rms per token on one side."""
+    if pair.a.ndim != 3 or pair.a.shape[1] < 2:
+        return
+    spread = []
+    for rstd in (a.rstd, b.rstd):
+        by_token = rstd.reshape(pair.a.shape[:2])
+        spread.append(float((by_token / by_token.mean(1, keepdim=True) - 1).abs().max()))
+    if min(spread) < 4 * pair.unit and max(spread) > 20 * pair.unit:
+        one = "A" if spread[0] < spread[1] else "B"
+        text = f"{one} normalises all heads of a token together (one inverse rms per token), the other side each head alone"
+        yield Explanation(code="norm-width", severity="semantic", text=text, proof="solved", numbers={"side": one})
 
 
 def _row_scalar(pair: Pair, z: Tensor, a: NormFit, b: NormFit) -> Iterator[Explanation]:
-    """The rows of one side are scaled by an inverse rms rounded to lp."""
+    """The rows of one side are scaled by an inverse rms, or divided by a variance, that was rounded to lp."""
     dtype = pair.a.dtype if pair.lp else torch.bfloat16
-    exact = (z.double().square().mean(1) + max(a.eps, 0.0)).rsqrt().float()
-    rounded = exact.to(dtype).double() / exact.double()
+    name = {torch.float16: "fp16"}.get(dtype, "bf16")
+    mean_square = (z.double().square().mean(1) + max(a.eps, 0.0)).float()
+    exact = mean_square.double().rsqrt()
+    rounded = {
+        f"{name}(inv)/inv": exact.float().to(dtype).double() / exact,
+        f"sqrt(var/{name}(var))": (mean_square.double() / mean_square.to(dtype).double()).sqrt(),
+    }
     gain = b.rstd / a.rstd
+    found = []
     for side, observed in (("B", gain), ("A", 1 / gain)):
-        if float((observed - 1).std()) < 0.2 * float((rounded - 1).std()):
-            continue
-        match = float(torch.corrcoef(torch.stack([observed, rounded]))[0, 1])
-        if match > 0.9:
-            name = {torch.float16: "fp16"}.get(dtype, "bf16")
-            text = (
-                f"row-coherent sign: the row gain of {side} equals {name}(inv)/inv (correlation {match:.3f}), |row gain - 1| <= 2^-8: the "
-                f"inverse rms is rounded to {name} on the {side} side, a whole row is scaled by one imprecise scalar"
-            )
-            yield Explanation(
-                code="rounded-rstd",
-                severity="biased-rounding",
-                text=text,
-                proof="solved",
-                numbers={"side": side, "correlation": match},
-            )
-            return
+        for formula, expected in rounded.items():
+            if float((observed - 1).std()) > 0.2 * float((expected - 1).std()) > 0:
+                found.append((float(torch.corrcoef(torch.stack([observed, expected]))[0, 1]), side, formula))
+    if found and max(found)[0] > 0.9:
+        match, side, formula = max(found)
+        what = "inverse rms" if "inv" in formula else "variance"
+        text = (
+            f"row-coherent sign: the row gain of {side} equals {formula} (correlation {match:.3f}), |row gain - 1| <= 2^-8: the {what} is rounded to {name} on "
+            f"the {side} side, a whole row is scaled by one imprecise scalar"
+        )
+        yield Explanation(
+            code="rounded-rstd", severity="biased-rounding", text=text, proof="solved", numbers={"side": side, "correlation": match},
+        )  # fmt: skip
 
 
 def _norm_contracts(
@@ -209,6 +291,24 @@ def _norm_contracts(
         if any(e.complete for e in found):
             yield from found
             return
+    if weight is not None and pair.lp and not same_values(weight.to(pair.a.dtype), weight):
+        low = {**inputs, "weight": weight.to(pair.a.dtype), "eps": given or likely_eps(fitted)[0]}
+        full = {**low, "weight": weight}
+        if ctx.contracts is not None:
+            fits = [
+                (bool(ctx.contracts("rmsnorm", full, t)[0]), bool(ctx.contracts("rmsnorm", low, t)[0]))
+                for t in (pair.a, pair.b)
+            ]
+            if fits in ([(True, False), (False, True)], [(False, True), (True, False)]):
+                side = "B" if fits[1][1] else "A"
+                text = f"the weight itself is rounded to {pair.lp} on the {side} side and float32 on the other: per-column, the same sign down each column"
+                yield Explanation(
+                    code="rounded-weight",
+                    severity="biased-rounding",
+                    text=text,
+                    proof="identity",
+                    numbers={"side": side},
+                )
 
 
 def likely_eps(fitted: NormFit) -> list[float]:

@@ -118,16 +118,25 @@ def output(pair: Pair, ctx: Context) -> Iterator[Explanation]:
     if pair.a.ndim != 3:
         return
     first = "position 0 is exact" if same_values(pair.a[0], pair.b[0]) else "position 0 differs"
-    x = ctx.tensor("q", pair.site, like=pair.a)
-    if x is None and pair.site.lower().startswith("k"):
-        x = ctx.tensor("k", pair.site, like=pair.a)
-    x = ctx.tensor("x", pair.site, like=pair.a) if x is None else x
+    first_role = "k" if pair.site.rsplit(".", 1)[-1].lower().startswith("k") else "q"
+    x = next((t for r in (first_role, "q", "x") if (t := ctx.tensor(r, pair.site, like=pair.a)) is not None), None)
     positions = ctx.tensor("positions")
     if x is None or positions is None or positions.numel() != x.shape[0]:
         yield from _without_input(pair, first)
         return
     positions = positions.reshape(-1)
-    keep = _rotated_columns(x, pair)
+    sizes = [_rotary_size(x, t) for t in (pair.a, pair.b)]
+    if sizes[0] != sizes[1]:
+        text = f"{first}; A rotates {sizes[0]} columns of each head, B {sizes[1]} (the others pass through unchanged): partial rotary size on one side only"
+        yield Explanation(
+            code="rotary-size",
+            severity="semantic",
+            text=text,
+            proof="solved",
+            numbers={"size_a": sizes[0], "size_b": sizes[1]},
+        )
+        return
+    keep = sizes[0]
     turns = (angles.best_turn(x[..., :keep], pair.a[..., :keep]), angles.best_turn(x[..., :keep], pair.b[..., :keep]))
     found = list(_compare_turns(pair, positions, turns, keep, first))
     yield from found
@@ -135,12 +144,16 @@ def output(pair: Pair, ctx: Context) -> Iterator[Explanation]:
         yield from _rounding(pair, ctx, x, positions, turns, keep, first)
 
 
-def _rotated_columns(x: Tensor, pair: Pair) -> int:
-    """Rotary size: columns past it pass through unchanged on both sides (a partial rotary embedding)."""
-    moved = ((pair.a != x) | (pair.b != x)).reshape(-1, x.shape[-1]).any(0)
+def _rotary_size(x: Tensor, out: Tensor) -> int:
+    """Columns that are rotated: those past it pass through unchanged (a partial rotary embedding)."""
+    moved = (out != x.to(out.dtype)).reshape(-1, x.shape[-1]).any(0)
     last = int(torch.nonzero(moved)[-1]) + 1 if bool(moved.any()) else x.shape[-1]
-    half = x.shape[-1] // 2
-    return last if last % 2 == 0 and last <= half else x.shape[-1]
+    return last if last % 2 == 0 and last <= 0.75 * x.shape[-1] else x.shape[-1]
+
+
+def _unit(pair: Pair) -> float:
+    """Relative size of the rounding that the angles are read through; inputs are 16 bit, also of a float32 output."""
+    return max(pair.unit, 2.07e-4) if pair.lp else 1.65e-3
 
 
 def _without_input(pair: Pair, first: str) -> Iterator[Explanation]:
@@ -156,7 +169,7 @@ def _compare_turns(
 ) -> Iterator[Explanation]:
     """Layout, direction, gain, position offset, base: what the angles say."""
     a, b = turns
-    limit = max(20 * pair.unit, 0.02)
+    limit = max(20 * _unit(pair), 0.02)
     if a.layout != b.layout and max(a.defect, b.defect) < limit:
         text = (
             f"{first}, per-head L2 norm preserved; A pairs columns {_pairing(a.layout)}, B {_pairing(b.layout)}: B matches A after permuting the "
@@ -177,10 +190,10 @@ def _compare_turns(
         yield Explanation(code="rope-gain", severity="semantic", text=text, proof="solved", numbers={"gain": gain})
         return
     delta = torch.angle(b.z * a.z.conj())
-    if float(delta.abs().median(0).values.max()) < 4 * pair.unit:
+    if float(torch.quantile(delta.abs(), 0.9, dim=0).max()) < 8 * _unit(pair):
         return
     backwards = torch.angle(b.z * a.z)
-    if float(backwards.abs().mean()) < 4 * pair.unit:
+    if float(backwards.abs().mean()) < 4 * _unit(pair):
         text = f"{first}; B rotates by the negative angle: the sign of sin is flipped"
         yield Explanation(code="rope-direction", severity="semantic", text=text, proof="solved")
         return
@@ -195,12 +208,23 @@ def _angles_differ(
     pair: Pair, positions: Tensor, turns: tuple[Turn, Turn], delta: Tensor, dim: int, first: str
 ) -> Iterator[Explanation]:
     a, b = turns
-    if float(b.z.imag.abs().mean()) < 4 * pair.unit or float(a.z.imag.abs().mean()) < 4 * pair.unit:
+    if min(float(b.z.imag.abs().mean()), float(a.z.imag.abs().mean())) < 4 * _unit(pair):
         side = "B" if float(b.z.imag.abs().mean()) < float(a.z.imag.abs().mean()) else "A"
         text = f"{side} does not rotate at all: RoPE is missing, or every position is 0, on the {side} side"
         yield Explanation(code="missing-operation", severity="semantic", text=text, proof="solved")
         return
     freq_a, freq_b = angles.frequencies(a.z, positions), angles.frequencies(b.z, positions)
+    for word, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        rounded = positions.float().to(dtype).double()
+        expected = (rounded - positions.double())[:, None] * freq_a
+        ok = freq_a.isfinite()
+        left = torch.angle(torch.exp(1j * (delta[:, ok] - expected[:, ok]))).abs().mean() if bool(ok.any()) else 1.0
+        if bool((rounded != positions).any()) and float(left) < 0.1 * float(delta[:, ok].abs().mean()):
+            text = f"{first}; B's angles are those of {word}(position): positions beyond {256 if word == 'bf16' else 2048} are rounded, neighbouring tokens share an angle"
+            yield Explanation(
+                code="rounded-positions", severity="semantic", text=text, proof="solved", numbers={"dtype": word}
+            )
+            return
     offset = _position_offset(delta, freq_a)
     if offset is not None:
         text = f"every angle is off by {offset} times its frequency: positions are offset by {offset} (harmless for attention scores if both q and k are)"
@@ -210,11 +234,11 @@ def _angles_differ(
         return
     base_a, base_b = angles.fit_base(freq_a, dim), angles.fit_base(freq_b, dim)
     found = compare_bases(base_a, base_b) if base_a and base_b else None
-    if found is not None:
+    if found is not None and _follows(b.z, positions, freq_b):
         yield found
         return
     ok = freq_a.isfinite() & freq_b.isfinite() & (freq_a > 0)
-    if int(ok.sum()) >= 3:
+    if int(ok.sum()) >= 3 and _follows(b.z, positions, freq_b):
         ratio = freq_b[ok] / freq_a[ok]
         low, high = float(ratio.min()), float(ratio.max())
         if high - low > 0.02:
@@ -233,6 +257,12 @@ def _angles_differ(
     yield Explanation(
         code="angles", severity=severity, text=text, proof="solved", numbers={"early": early, "late": late}
     )
+
+
+def _follows(z: Tensor, positions: Tensor, freq: Tensor) -> bool:
+    """Whether the angles are position times frequency throughout, and not only on average."""
+    ok = freq.isfinite()
+    return float(torch.angle(z[:, ok] * torch.exp(-1j * positions.double()[:, None] * freq[ok])).abs().mean()) < 0.1
 
 
 def _position_offset(delta: Tensor, freq: Tensor) -> int | None:
@@ -260,8 +290,30 @@ def _rounding(
             inv = angles.inverse_frequencies(dim, base.round_theta)
     if inv is None:
         return
+    if not pair.lp:
+        yield from _float32_table(pair, x, positions, inv, turns[0].layout)
+        return
     inputs = {"x": x, "positions": positions, "inv_freq": inv, "rotary_dim": dim}
     facts = [first]
     if rel_error(pair.b, pair.a) < 12 * pair.unit and pair.change.max_ulp > 4:
         facts.append("large ULP only where the two products cancel")
     yield from contract_difference(pair, ctx, "rope", inputs, facts)
+
+
+def _float32_table(pair: Pair, x: Tensor, positions: Tensor, inv: Tensor, layout: str) -> Iterator[Explanation]:
+    """Rotations kept in float32: which side used a rounded table."""
+    angle = positions.double()[:, None] * inv.double()[None, :]
+    table = torch.complex(angle.cos(), angle.sin())
+    low = torch.complex(table.real.float().bfloat16().double(), table.imag.float().bfloat16().double())
+    turned = {name: angles.pairs(x, layout) * t[:, None, :] for name, t in (("fp32", table), ("bf16", low))}
+    found = []
+    for out in (pair.a, pair.b):
+        errors = {n: float((angles.pairs(out, layout) - t).abs().norm() / t.abs().norm()) for n, t in turned.items()}
+        best = min(errors, key=lambda n: errors[n])
+        found.append(best if errors[best] < 3e-4 else "")
+    if found[0] and found[1] and found[0] != found[1]:
+        side = "B" if found[1] == "bf16" else "A"
+        text = f"the table is rounded to bf16 on the {side} side and float32 on the other; products are not rounded; the output stays float32"
+        yield Explanation(
+            code="rounded-table", severity="rounding-contract", text=text, proof="solved", numbers={"side": side}
+        )

@@ -85,6 +85,7 @@ def combine(pair: Pair, ctx: Context) -> Iterator[Explanation]:
                 code="renormalised", severity="semantic", text=text, proof="solved", numbers={"side": this}
             )
             return
+    yield from _selection_bias(ids, a, b)
     if (float(sum_b.max()) > 1.01 and float(sum_a.max()) <= 1.001) or float(b.min()) < 0 <= float(a.min()):
         text = f"moe router: B's combine weights are not a distribution (sums {float(sum_b.min()):.3g} to {float(sum_b.max()):.3g}, smallest weight {float(b.min()):.3g}): raw router logits or a missing softmax"
         yield Explanation(
@@ -94,6 +95,18 @@ def combine(pair: Pair, ctx: Context) -> Iterator[Explanation]:
             proof="structure",
             numbers={"max_sum": float(sum_b.max())},
         )
+
+
+def _selection_bias(ids: Tensor | None, a: Tensor, b: Tensor) -> Iterator[Explanation]:
+    """B - A is one constant per expert: the bias that only selects leaked into the weights."""
+    if ids is None:
+        return
+    flat, delta = ids.reshape(-1), (b - a).reshape(-1)
+    count = torch.zeros(int(flat.max()) + 1, dtype=torch.float64).index_add_(0, flat, torch.ones_like(delta))
+    mean = torch.zeros_like(count).index_add_(0, flat, delta) / count.clamp_min(1)
+    if float((delta - mean[flat]).abs().max()) < 1e-4 * float(delta.abs().max()) and float(delta.std()) > 0:
+        text = "moe router: expert ids equal, weights differ by one constant per expert: the selection bias is added to the combine weights on one side"
+        yield Explanation(code="selection-bias", severity="semantic", text=text, proof="solved")
 
 
 def _ids(ctx: Context, pair: Pair) -> Tensor | None:

@@ -33,7 +33,8 @@ def non_finite(pair: Pair) -> Iterator[Explanation]:
     if same_values(torch.where(bad_a, a, torch.zeros_like(a)), torch.where(bad_b, b, torch.zeros_like(b))):
         return
     only_mask = bool((bad_a == masked_a).all() and (bad_b == masked_b).all())
-    if only_mask and pair.role.kind in ("logits", "scores", "logprob"):
+    lost = _all_masked_rows(masked_a, masked_b)
+    if only_mask and lost is None and pair.role.kind in ("logits", "scores"):
         n = int((masked_a != masked_b).sum())
         side = "B" if int(masked_b.sum()) > int(masked_a.sum()) else "A"
         text = (
@@ -52,6 +53,12 @@ def non_finite(pair: Pair) -> Iterator[Explanation]:
     if finite_there.numel() and float(finite_there.min()) > 0.5 * min(limit, 65504.0):
         code = "overflow"
         text += f"; the other side holds magnitudes of {float(finite_there.min()):.4g} and more there: overflow (65504 is the largest fp16)"
+    elif lost is not None:
+        code = "non-finite-rows"
+        text += f"; {lost} whole rows are -inf: everything is masked, so the softmax is 0/0"
+    elif only_mask and pair.role.kind == "logprob":
+        code = "impossible-token"
+        text += "; a chosen token has probability 0 on this side (masked by top-k, top-p or a grammar there): the ratio is infinite"
     elif bad.ndim >= 2 and bool(
         bad.reshape(-1, bad.shape[-1]).any(-1).eq(bad.reshape(-1, bad.shape[-1]).all(-1)).all()
     ):
@@ -61,6 +68,14 @@ def non_finite(pair: Pair) -> Iterator[Explanation]:
     yield Explanation(
         code=code, severity="fatal", text=text, proof="solved", numbers={"side": side, "num_nan": nans, "num_inf": infs, "first": first},
     )  # fmt: skip
+
+
+def _all_masked_rows(masked_a: Tensor, masked_b: Tensor) -> int | None:
+    """Rows that are -inf throughout on one side only."""
+    if masked_a.ndim < 2:
+        return None
+    n = int((masked_a.all(-1) != masked_b.all(-1)).sum())
+    return n or None
 
 
 def boundary(pair: Pair) -> Iterator[Explanation]:
@@ -116,7 +131,7 @@ def saturated(pair: Pair) -> Iterator[Explanation]:
     """One side never exceeds a level that it reaches repeatedly while the other does: clipping; tanh: a soft cap."""
     for side, x, y in (("B", pair.b, pair.a), ("A", pair.a, pair.b)):
         top, other = float(x.abs().max()), float(y.abs().max())
-        if not (0 < top < 0.9995 * other):
+        if x.numel() < 16 or not (0 < top < 0.9995 * other):
             continue
         at_top = int((x.abs() == top).sum())
         beyond = int((y.abs() > top).sum())
@@ -213,7 +228,9 @@ def gains(pair: Pair) -> Iterator[Explanation]:
     g = float((a * b).sum()) / power
     noise = float((b - g * a).norm()) / math.sqrt(power) / abs(g) if g else math.inf
     budget = 3.2 * pair.unit
-    if noise < max(budget, 1e-6) and abs(g - 1) > max(2e-4 if pair.lp else 2e-6, 8 * noise / math.sqrt(a.numel())):
+    certain = abs(g - 1) > 2 * pair.unit or abs(pair.change.magnitude_balance) > 0.5
+    least = max(4e-4 if pair.lp else 2e-6, 8 * noise / math.sqrt(a.numel()))  # rounding twice shrinks by less
+    if certain and noise < max(budget, 1e-6) and abs(g - 1) > least:
         yield _constant_gain(pair, g)
         return
     for axis, name in ((1, "row"), (0, "column")):
@@ -276,8 +293,10 @@ def _gain_along(pair: Pair, a: Tensor, b: Tensor, *, axis: int, name: str) -> Ex
     small = max(abs(low - 1), abs(high - 1)) <= 2**-7
     what = {
         "row": "a scalar of the row (inverse rms, epsilon, a dynamic scale)",
-        "column": "a weight, bias or per-channel scale",
+        "column": "a weight or per-channel scale",
     }[name]
+    if pair.role.region == "attention" and name == "row":
+        what = "a softmax denominator: an attention sink on one side only"
     text = (
         f"each {name} is off by a constant factor of its own ({low:.6g} to {high:.6g}), the rest is rounding -> {what}"
     )
@@ -304,27 +323,3 @@ def offset(pair: Pair) -> Iterator[Explanation]:
     if spread < 0.2 and size > 5 * pair.unit:
         text = f"the same vector is added to every row (relative size {size:.3g}) -> a bias missing on one side"
         yield Explanation(code="bias", severity="semantic", text=text, proof="solved", numbers={"relative_size": size})
-
-
-def column_subset(pair: Pair) -> Iterator[Explanation]:
-    """Only a contiguous part of the last axis differs, or only some slices of it."""
-    if pair.a.ndim < 2 or pair.a.shape[-1] < 4:
-        return
-    differs = (pair.a != pair.b).reshape(-1, pair.a.shape[-1])
-    columns = differs.any(0)
-    n = int(columns.sum())
-    total = columns.numel()
-    if 0 < n < total and differs.shape[0] >= 16 and float(differs[:, columns].double().mean()) > 0.05:
-        where = torch.nonzero(columns)[:, 0]
-        low, high = int(where[0]), int(where[-1])
-        span = f"columns {low}..{high}" if n == high - low + 1 else f"{n} of {total} columns (first {low})"
-        if n > 0.95 * total:
-            text = f"{total - n} of {total} columns are bit-equal, the others differ"
-        else:
-            text = f"only {span} differ, the other {total - n} are bit-equal"
-        yield Explanation(
-            code="column-subset",
-            severity="rounding-contract",
-            text=text,
-            numbers={"num_columns": n, "first": low, "last": high},
-        )

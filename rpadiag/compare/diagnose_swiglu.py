@@ -32,6 +32,7 @@ def activation(pair: Pair, ctx: Context) -> Iterator[Explanation]:
     """Two products of a gated activation."""
     gate, up = ctx.tensor("gate", like=pair.a), ctx.tensor("up", like=pair.a)
     if gate is None or up is None:
+        yield from _fused_input(pair, ctx)
         return
     rows = slice(0, max(16, MAX_ELEMENTS // gate.shape[-1]))
     g, u = gate.reshape(-1, gate.shape[-1])[rows], up.reshape(-1, up.shape[-1])[rows]
@@ -53,6 +54,35 @@ def activation(pair: Pair, ctx: Context) -> Iterator[Explanation]:
         )
         return
     yield from contract_difference(pair, ctx, "swiglu", {"gate": gate, "up": up})
+
+
+def _fused_input(pair: Pair, ctx: Context) -> Iterator[Explanation]:
+    """gate and up as one tensor of twice the width: split in halves, or interleaved?"""
+    width = pair.a.shape[-1]
+    fused = next(
+        (v for v in ctx.inputs.values() if isinstance(v, Tensor) and v.shape == (*pair.a.shape[:-1], 2 * width)), None
+    )
+    if fused is None:
+        return
+    splits = {
+        "halves, gate first": (fused[..., :width], fused[..., width:]),
+        "halves, up first": (fused[..., width:], fused[..., :width]),
+        "interleaved, gate first": (fused[..., ::2], fused[..., 1::2]),
+        "interleaved, up first": (fused[..., 1::2], fused[..., ::2]),
+    }
+    found = []
+    for side in (pair.a, pair.b):
+        best = min(
+            (rel_error(FORMULAS["silu(gate) * up"](g.double(), u.double()), side), name)
+            for name, (g, u) in splits.items()
+        )
+        found.append(best)
+    if max(f[0] for f in found) < max(4 * pair.unit, 1e-5) and found[0][1] != found[1][1]:
+        text = f"A splits gate and up as {found[0][1]}, B as {found[1][1]}: layout, not precision"
+        yield Explanation(code="gate-up-layout", severity="semantic", text=text, proof="solved")
+    elif found[0][1] == found[1][1]:
+        gate, up = splits[found[0][1]]
+        yield from contract_difference(pair, ctx, "swiglu", {"gate": gate.contiguous(), "up": up.contiguous()})
 
 
 def _formula(gate: Tensor, up: Tensor, out: Tensor) -> tuple[str, float, float]:

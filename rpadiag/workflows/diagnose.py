@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rpadiag.compare.diagnose import Diagnosis, diagnose_sites
@@ -43,7 +44,7 @@ def read_contracts(region: str, inputs: Mapping[str, Any], out: Tensor) -> tuple
         residual = inputs["residual"]
         found = fingerprint_rmsnorm(
             _rows(inputs["x"]),
-            inputs["weight"],
+            None if inputs["weight"] is None else _exact(inputs["weight"], out.dtype),
             _rows(out),
             eps=inputs["eps"],
             residual=None if residual is None else _rows(residual),
@@ -68,6 +69,11 @@ def read_contracts(region: str, inputs: Mapping[str, Any], out: Tensor) -> tuple
     else:
         return (), False
     return found.matches, found.level_two is None
+
+
+def _exact(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight in the activations' dtype, or in float32 where that would round it."""
+    return weight.to(dtype) if bool((weight.to(dtype).double() == weight.double()).all()) else weight.float()
 
 
 def _rows(x: Tensor) -> Tensor:

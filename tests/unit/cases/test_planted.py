@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from planted_rest import CASES
+from planted_variants import CASES
 
 from rpadiag.compare.explain import FINDING_SEVERITY
 from rpadiag.workflows.diagnose import diagnose
