@@ -8,7 +8,7 @@ to the region; what does not is chaos, and belongs to nobody.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,9 +47,13 @@ def run_bisect(
     options: BisectOptions, progress: Progress = SILENT, *, given: Mapping[str, Any] | None = None
 ) -> Bisection:
     """Attribute the systematic part of the trainer's distance from the contract to regions; write ``options.run``."""
-    with create_run(options.run, command="bisect", options=options.to_dict(), given=given or {}) as run:
+    with (
+        create_run(options.run, command="bisect", options=options.to_dict(), given=given or {}) as run,
+        ExitStack() as stack,
+    ):
         inputs = load_inputs(options, progress, attention=options.attention)
         contract = options.contract or default_preset(inputs.device, inputs.dtype)
+        stack.enter_context(_products(inputs, run, progress))
         run.set_manifest(reference_contract=contract)
         prompts = {p.index: p for p in inputs.prompts}
         run.add_prompts([prompt_row(prompts[s.prompt], s) for s in inputs.sequences])
@@ -57,7 +61,7 @@ def run_bisect(
         with progress.stage("local picture"):
             local = _local_picture(options, inputs, run, contract)
         total = len(variants(options.regions)) * options.replicates * len(inputs.sequences)
-        with progress.stage("rounding replicates", total=total) as bar, ExitStack() as stack:
+        with progress.stage("rounding replicates", total=total) as bar:
             scorer = _Scorer(inputs, contract, stack, bar)
             result = attribute(
                 scorer.score,
@@ -76,6 +80,18 @@ def run_bisect(
         run.set_metrics({"attribution": {"ranked": result.ranked, "saturated": result.saturated}})
         run.set_manifest(trainer=inputs.trainer.manifest())
     return Bisection(run=options.run, attribution=result, findings=told, verdict=verdict)
+
+
+def _products(inputs: Inputs, run: RunWriter, progress: Progress) -> AbstractContextManager[None]:
+    """FP32 kernels for the matrix products where the CPU has no 16-bit ones: an automatic choice, recorded."""
+    from rpadiag.engines.products import fp32_products, has_slow_products
+
+    if not has_slow_products(inputs.trainer.model):
+        run.set_manifest(matrix_products="as the trainer computes them")
+        return nullcontext()
+    progress.note("matrix products by FP32 kernels, rounded at the end: this CPU has no BF16 instructions")
+    run.set_manifest(matrix_products="FP32 kernels, rounded at the end (the CPU has no BF16 instructions)")
+    return fp32_products(inputs.trainer.model)
 
 
 class _Scorer:

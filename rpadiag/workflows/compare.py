@@ -107,6 +107,10 @@ def run_compare(
         if differing:
             return _stop_incomparable(run, inputs, rollout, options, differing)
         pairing = Pairing(inputs.trainer, sites=chosen, precision="model")
+        stacks = {  # before the control, which runs both in FP32
+            "trainer": {**inputs.trainer.manifest(), "aligned": alignment},
+            "rollout": rollout.engine.manifest(),
+        }
         scored = _compare_all(options, inputs, rollout, pairing, run, progress)
         floors = measure_floors(inputs, rollout, scored.sequences, scored.trainer, scored.rollout, progress)
         control = fp32_control(
@@ -120,8 +124,7 @@ def run_compare(
             prepare_trainer=prepare_trainer,
         )
         run.set_manifest(
-            trainer={**inputs.trainer.manifest(), "aligned": alignment},
-            rollout=rollout.engine.manifest(),
+            **stacks,
             rollout_label=rollout.label,
             sites={"requested": list(chosen), "absent": dict(inputs.facts.absent) | dict(rollout.absent)},
             control={"precision": "fp32", "reason": control.reason, "num_tokens": control.num_tokens},

@@ -16,7 +16,7 @@ NUM_FINDINGS = 3
 # A first look within minutes on two CPU cores; an answer wants some thousand tokens and 32 replicates.
 MAX_TOKENS = 24
 NUM_GENERATED = 4
-REPLICATES = 4
+REPLICATES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,5 +100,8 @@ def _next_directory(parent: Path) -> Path:
 def _most_important(
     compared: Sequence[dict[str, Any]], bisected: Sequence[dict[str, Any]], num: int = NUM_FINDINGS
 ) -> list[dict[str, Any]]:
-    """The best-ranked findings of both runs; a comparison's comes first where ranks are equal."""
-    return sorted([*compared, *bisected], key=lambda f: f["rank"])[:num]
+    """The best-ranked finding of each kind over both runs; a comparison's comes first where ranks are equal."""
+    kinds: dict[str, dict[str, Any]] = {}
+    for finding in sorted([*compared, *bisected], key=lambda f: f["rank"]):
+        kinds.setdefault(finding["code"], finding)
+    return list(kinds.values())[:num]
