@@ -20,12 +20,15 @@ def demo(
     rollout: Annotated[
         str, typer.Option("--rollout", metavar="|".join(ROLLOUTS), help="emulated needs no vLLM.")
     ] = "vllm",
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", metavar="N", help="Tokens of each of the eight prompts.")
+    ] = 48,
     replicates: Annotated[
         int, typer.Option("--replicates", metavar="K", help="Rounding replicates of the bisection.")
     ] = REPLICATES,
 ) -> None:
     """Compare, bisect and report on SmolLM2-135M: a few minutes on two CPU cores, no GPU, no hub."""
-    options = DemoOptions(directory=into, rollout=rollout, replicates=replicates)
+    options = DemoOptions(directory=into, rollout=rollout, max_tokens=max_tokens, replicates=replicates)
     with progress_on_stderr() as progress:
         done = run_demo(options, progress)
     say(done.sentence, style="bold")
