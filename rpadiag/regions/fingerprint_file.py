@@ -49,7 +49,7 @@ def level_one(contract: Contract, *, plain: bool = False) -> tuple[tuple[str, st
 
 def summarise(region: str, found: Mapping[str, Fingerprint], *, plain: Sequence[str] = ()) -> RegionSummary:
     """One region over its sites. plain: sites whose norm has no residual (they speak about fewer axes)."""
-    fused = {s: f for s, f in found.items() if s not in plain}
+    fused = {s: f for s, f in found.items() if s not in plain} or dict(found)
     votes: dict[tuple[tuple[str, str], ...], list[Contract]] = {}
     for f in fused.values():
         for match in f.matches:
@@ -70,7 +70,7 @@ def summarise(region: str, found: Mapping[str, Fingerprint], *, plain: Sequence[
     if len(leaders) > 1:
         first = next(f for f in fused.values() if len(f.matches) > 1)
         return RegionSummary(**base, contract=None, reason=first.text, disagreeing=disagreeing)
-    if num_determined == 0:  # every site is ambiguous or short of rows: an intersection is not evidence enough
+    if not any(f.status == "determined" for f in fused.values()):  # every site is ambiguous or short of rows: an intersection is not evidence enough
         first = next(iter(fused.values()))
         if first.reasons or (len(first.matches) > 1 and most < 2):
             return RegionSummary(**base, contract=None, reason=first.text, disagreeing=disagreeing)
