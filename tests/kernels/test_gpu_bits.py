@@ -58,7 +58,7 @@ def test_rmsnorm_equals_its_reference_for_every_level_one_contract(
 ) -> None:
     for contract in RmsNormContract.space(weight=weight, rstd=rstd, store=store):
         for residual in (False, True):
-            if not residual and contract.canonical(residual=False) != contract.canonical():
+            if contract.canonical(residual=residual) != contract:
                 continue
             assert rmsnorm_mismatches(contract, 70, 1536, dtype, residual) == [0] * 5, (contract, residual)
 
@@ -156,15 +156,17 @@ def test_swiglu_of_halves_of_one_tensor_and_of_odd_shapes_equals_its_reference(n
         assert swiglu_mismatches(SwigluContract(silu="fp32"), *both.chunk(2, dim=-1), dy) == [0, 0, 0]
 
 
-def rope_mismatches(contract: RopeContract, q: torch.Tensor, k: torch.Tensor, half: int) -> list[int]:
-    """q, k: [B, T, H, D]; forward and backward, both in one kernel."""
+def rope_mismatches(
+    contract: RopeContract, q: torch.Tensor, k: torch.Tensor, half: int, directions: tuple[bool, ...] = (False, True)
+) -> list[int]:
+    """q, k: [B, T, H, D], both in one kernel; directions: backward or not."""
     from rpadiag_kernels.gpu import rope as gpu
     from rpadiag_kernels.rope import reference
 
     codes = encode("rope", axes_of(contract))
     cos, sin = angles(*q.shape[:2], half, device="cuda")
     found = []
-    for backward in (False, True):
+    for backward in directions:
         outputs = torch.empty_like(q), torch.empty_like(k)
         gpu.rotate(q, k, cos, sin, *outputs, codes, backward=backward)
         tables = cos[:, :, None], sin[:, :, None]
@@ -181,17 +183,17 @@ def rope_mismatches(contract: RopeContract, q: torch.Tensor, k: torch.Tensor, ha
 def test_rope_equals_its_reference_for_every_contract(layout: str, store: str, dtype: torch.dtype) -> None:
     q = values(2, 33, 8, 128, dtype=dtype, seed=1, device="cuda")
     k = values(2, 2, 33, 128, dtype=dtype, seed=2, device="cuda").transpose(1, 2)
-    for contract in RopeContract.space(levels=(1, 2), layout=layout, store=store):
-        assert rope_mismatches(contract, q, k, 64) == [0] * 4, contract
-    for contract in RopeContract.space(levels=("backward",), layout=layout, store=store, cache="fp32"):
-        assert rope_mismatches(contract, q, k, 64) == [0] * 4, contract
+    for contract in dict.fromkeys(c.canonical() for c in RopeContract.space(levels=(1, 2), layout=layout, store=store)):
+        assert rope_mismatches(contract, q, k, 64, (False,)) == [0] * 2, contract
+    if store == "rne":  # gradients are always rounded to nearest
+        for contract in RopeContract.space(levels=("backward",), layout=layout, cache="fp32"):
+            assert rope_mismatches(contract, q, k, 64, (True,)) == [0] * 2, contract
 
 
 @pytest.mark.parametrize("head_size", [64, 72, 80, 96, 112, 128, 160, 192, 224, 256])
 def test_rope_equals_its_reference_for_every_shape(head_size: int) -> None:
-    for heads, rotary, dtype, layout in itertools.product(
-        ((1, 1), (3, 1), (14, 2), (32, 8), (40, 40), (128, 1)), (1.0, 0.5, 0.25), DTYPES, ("neox", "interleaved")
-    ):
+    shapes = itertools.product(((1, 1), (14, 2), (32, 8), (128, 1)), (1.0, 0.5), DTYPES, ("neox", "interleaved"))
+    for heads, rotary, dtype, layout in shapes:
         q, k = (values(1, 17, h, head_size, dtype=dtype, seed=h, device="cuda") for h in heads)
         contract = RopeContract(products="fp32", layout=layout)
         assert rope_mismatches(contract, q, k, int(head_size * rotary) // 2) == [0] * 4, (heads, rotary, dtype, layout)
