@@ -521,6 +521,27 @@ def test_triton_kernels_asked_for_and_absent_are_an_error() -> None:
         rpadiag.align(make_model("llama"), kernels="triton")
 
 
+@pytest.mark.parametrize("preset", ["hf-eager", "fp32-output", "flashinfer", "vllm-cpu-ops-avx2"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_the_kernels_package_makes_the_same_model(preset: str, family: str) -> None:
+    pytest.importorskip("rpadiag_kernels", reason="the kernels package is not installed")
+    model = make_model(family)
+    with rpadiag.align(model, contract=preset, kernels="reference"):
+        expected = step(model)
+    with rpadiag.align(model, contract=preset, kernels="triton"):
+        assert_same(expected, step(model))
+
+
+def test_the_kernels_package_compiles_in_one_graph() -> None:
+    pytest.importorskip("rpadiag_kernels", reason="the kernels package is not installed")
+    model = make_model("llama").eval()
+    with rpadiag.align(model, kernels="triton"), torch.no_grad():
+        torch._dynamo.reset()
+        expected = model(input_ids=IDS, use_cache=False).logits
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(input_ids=IDS, use_cache=False).logits, expected)
+
+
 def test_presets_survive_json() -> None:
     from rpadiag.regions.presets import preset_from_dict
 
