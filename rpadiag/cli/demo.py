@@ -9,7 +9,7 @@ import typer
 
 from rpadiag.cli.bars import progress_on_stderr
 from rpadiag.cli.output import print_findings, say
-from rpadiag.workflows.demo import REPLICATES, DemoOptions, run_demo
+from rpadiag.workflows.demo import MAX_TOKENS, REPLICATES, DemoOptions, run_demo
 from rpadiag.workflows.options import ROLLOUTS
 
 
@@ -22,7 +22,7 @@ def demo(
     ] = "vllm",
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", metavar="N", help="Tokens of each of the eight prompts.")
-    ] = 48,
+    ] = MAX_TOKENS,
     replicates: Annotated[
         int, typer.Option("--replicates", metavar="K", help="Rounding replicates of the bisection.")
     ] = REPLICATES,

@@ -21,10 +21,11 @@ REPLICATES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """directory: where numbered demonstrations go. rollout: as in ``compare``. replicates: as in ``bisect``."""
+    """directory: where numbered demonstrations go. rollout: as in ``compare``. max_tokens: of each prompt. replicates: as in ``bisect``."""
 
     directory: Path
     rollout: str = "vllm"
+    max_tokens: int = MAX_TOKENS
     replicates: int = REPLICATES
 
 
@@ -59,11 +60,15 @@ def run_demo(options: DemoOptions, progress: Progress = SILENT) -> Demonstration
             prompts=prompts,
             run=home / "compare",
             rollout=options.rollout,
-            max_tokens=MAX_TOKENS,
+            max_tokens=options.max_tokens,
             generate=NUM_GENERATED,
         )
         bisect = BisectOptions(
-            model=model, prompts=prompts, run=home / "bisect", replicates=options.replicates, max_tokens=MAX_TOKENS
+            model=model,
+            prompts=prompts,
+            run=home / "bisect",
+            replicates=options.replicates,
+            max_tokens=options.max_tokens,
         )
         run_compare(compare, progress)
         run_bisect(bisect, progress)
