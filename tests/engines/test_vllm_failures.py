@@ -22,7 +22,8 @@ from rpadiag.errors import EngineError, InputError, MissingDependencyError, Usag
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 START = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell inherits it ignored
 from rpadiag.engines.vllm import VllmEngine
 from rpadiag.errors import EngineError
 try:
