@@ -233,7 +233,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     x, residual, weight, _, contract = inputs
     _, summed, rstd = output
     codes = from_string(contract)
-    ctx.contract = contract
+    ctx.contract, ctx.has_residual = contract, residual is not None
     ctx.set_materialize_grads(False)
     if residual is not None and codes["sum"] == codes["variance"] == 0:
         x, saved_residual = summed, None  # the rounded sum is all the backward needs: one tensor less to keep and read
@@ -250,7 +250,7 @@ def _autograd(
     if dy is None:
         dy = torch.zeros_like(x)
     dx, dw = torch.ops.rpadiag.rmsnorm_backward(
-        dy, dsummed, x, residual, weight, rstd, ctx.contract, need_w
+        dy, dsummed if ctx.has_residual else None, x, residual, weight, rstd, ctx.contract, need_w
     )
     return dx if need_x else None, dx if need_residual else None, dw if need_w else None, None, None
 

@@ -74,7 +74,7 @@ def _heads_axis(q: Tensor, k: Tensor | None, cos: Tensor) -> int | None:
     sizes = (1,) * (q.dim() - cos.dim()) + tuple(cos.shape)
     shared = [i for i in range(q.dim() - 1) if sizes[i] == 1]
     if k is None:
-        return min(shared, key=lambda i: (q.shape[i] == 1, q.stride(i)), default=None)
+        return _closest(q, shared)
     differing = [i for i in range(q.dim() - 1) if q.shape[i] != k.shape[i]]
     if len(differing) > 1 or any(i not in shared for i in differing):
         raise ValueError(
@@ -82,7 +82,16 @@ def _heads_axis(q: Tensor, k: Tensor | None, cos: Tensor) -> int | None:
         )
     if not (differing or shared):
         raise ValueError("rope: q and k together need tables of size 1 on the heads axis")
-    return differing[0] if differing else min(shared, key=lambda i: q.stride(i))
+    return differing[0] if differing else _closest(q, shared)
+
+
+def _closest(q: Tensor, axes: list[int]) -> int | None:
+    """The axis whose rows lie closest together, those of size 1 last. Plain loops, which torch.compile can follow."""
+    best = None
+    for i in axes:
+        if best is None or (q.shape[i] > 1 and (q.shape[best] == 1 or q.stride(i) < q.stride(best))):
+            best = i
+    return best
 
 
 def _pair(a: Tensor, c: Tensor, b: Tensor, s: Tensor, lp: torch.dtype, products: int, fused: int, toward_zero: bool) -> Tensor:
