@@ -23,16 +23,27 @@ _ATTRIBUTE = "_rpadiag_addends"
 class Channel:
     """What the aligned modules of one model hand to each other within a forward.
 
-    addends: (sum, x, residual), while compiling only. stored: (normed, stored sum), from a norm to its layer.
+    addends: (sum, x, residual), while compiling only. stored: (normed, stored sum), from a norm to its layer, left only
+    while a layer listens, because whoever holds it holds the whole graph.
     """
 
     def __init__(self) -> None:
         self.addends: tuple[Tensor, Tensor, Tensor] | None = None
         self.stored: tuple[Tensor, Tensor] | None = None
+        self.listening = False
+
+    def listen(self) -> None:
+        """A layer is about to call a norm."""
+        self.stored, self.listening = None, True
+
+    def leave(self, normed: Tensor, stored: Tensor) -> None:
+        """A norm made ``stored`` beside ``normed``."""
+        if self.listening:
+            self.stored = normed, stored
 
     def take_stored(self) -> tuple[Tensor, Tensor] | None:
-        """What the last norm left, once."""
-        stored, self.stored = self.stored, None
+        """What the norm left since :meth:`listen`, once."""
+        stored, self.stored, self.listening = self.stored, None, False
         return stored
 
 

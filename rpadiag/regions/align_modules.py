@@ -42,7 +42,7 @@ class NormForward:
             return self.operation(hidden_states, module.weight, None, norm_eps(module))  # type: ignore[return-value]
         x, residual = addends
         y, stored = self.operation(x, module.weight, Reroute.apply(hidden_states, residual), norm_eps(module))
-        self.channel.stored = (y, stored)
+        self.channel.leave(y, stored)
         return y
 
 
@@ -85,7 +85,7 @@ class LayerForward:
 
     def _norm(self, norm: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """The normed tensor, and the residual stream to go on with: the norm's own copy where it made one."""
-        self.channel.take_stored()
+        self.channel.listen()
         normed = norm(hidden_states)
         made = self.channel.take_stored()
         return normed, made[1] if made is not None and made[0] is normed else hidden_states

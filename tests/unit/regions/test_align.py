@@ -403,6 +403,37 @@ def test_hidden_states_can_still_be_asked_for(preset: str) -> None:
     assert len(out.hidden_states) == LAYERS + 1
 
 
+def test_the_graph_does_not_outlive_its_output() -> None:
+    import gc
+    import weakref
+
+    model, kept = make_model("llama"), []
+    for module in (model.model.norm, model.model.layers[2].input_layernorm):
+        module.register_forward_hook(lambda m, a, out: kept.append(weakref.ref(out)))
+    with rpadiag.align(model, contract="fp32-output"):
+        model(input_ids=IDS, labels=IDS)
+        gc.collect()
+        assert [ref() for ref in kept] == [None, None]
+
+
+def test_accelerate_hooks_stay_in_front_of_the_aligned_forward() -> None:
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+    model, fired = make_model("llama"), []
+
+    class Counting(hooks.ModelHook):  # type: ignore[misc, name-defined]
+        def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            fired.append(module)
+            return args, kwargs
+
+    with rpadiag.align(model):
+        expected = step(model)
+    for module in model.modules():
+        hooks.add_hook_to_module(module, Counting())
+    with rpadiag.align(model):
+        assert_same(expected, step(model))
+    assert model.model.layers[1].mlp in fired and model.model.layers[2].self_attn in fired
+
+
 def test_addends_do_not_outlive_the_forward() -> None:
     import gc
     import weakref
