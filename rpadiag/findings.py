@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-VERDICTS = ("identical", "rounding only", "different computation", "not comparable", "inconclusive")
+VERDICTS = ("identical", "rounding only", "different computation", "not comparable", "attributed", "inconclusive")
 SEVERITIES = ("info", "notice", "warning", "error")
 
 
@@ -40,7 +40,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The answer of a comparison.
+    """The answer of a comparison, or ``attributed`` and ``inconclusive`` of a bisection.
 
     kind:     one of VERDICTS.
     sentence: what a tired engineer can act on.

@@ -28,11 +28,17 @@ class Attribution:
         """Region -> estimate of one design."""
         return {v.region: e for v, e in self.estimates.items() if v.design == design}
 
-    def gain_of_aligning(self, region: str) -> float:
-        """Systematic part that aligning this region alone would remove from the trainer as it is, nats^2."""
-        everything = self.by_design("all")["all"].systematic_sq
-        only = self.by_design("only")
-        return everything - only[region].systematic_sq if region in only else everything
+    def gain_of_aligning(self, region: str) -> tuple[float, float]:
+        """Systematic part that aligning this region alone removes from the trainer as it is, and its error, nats^2.
+
+        The error adds the two estimates' in quadrature, which is an upper bound: they share their noise.
+        """
+        everything = self.by_design("all")["all"]
+        only = self.by_design("only").get(region)
+        if only is None:
+            return everything.systematic_sq, everything.systematic_sq_se
+        error = float(np.hypot(everything.systematic_sq_se, only.systematic_sq_se))
+        return everything.systematic_sq - only.systematic_sq, error
 
     def rows(self) -> list[dict[str, object]]:
         """Rows of ``attribution.parquet``, most systematic first within a design."""
@@ -115,6 +121,11 @@ def _control_finding(control: Estimate, *, ranked: bool) -> Finding:
     figures = f"{control.systematic_sq:.1e} ± {control.systematic_sq_se:.1e} nats² (n = {control.num_tokens})"
     if ranked:
         text = f"Self-control holds: the aligned forward against itself gives {figures}."
+    elif not np.isfinite(control.systematic_sq_se):
+        text = (
+            f"No standard error: {control.num_tokens} tokens make {control.num_clusters} cluster. "
+            "Regions are not ranked; use more prompts or longer ones."
+        )
     else:
         text = (
             f"Self-control failed: the aligned forward against itself gives {figures}, not zero. "
@@ -133,8 +144,9 @@ def _region_finding(region: str, e: Estimate, result: Attribution, *, rank: int)
     figures = f"{e.systematic_sq:.1e} ± {e.systematic_sq_se:.1e} nats² (n = {e.num_tokens}, K = {e.num_replicates})"
     local = result.local_differing.get(region)
     made = "" if local is None else f" and {100 * local:.1f} % of its elements differ when fed the same input"
+    gain, error = result.gain_of_aligning(region)
     if e.detectable:
-        text = f"{region}: systematic {figures}{made}; aligning it alone removes {result.gain_of_aligning(region):.1e} nats²."
+        text = f"{region}: systematic {figures}{made}; aligning it alone removes {gain:.1e} ± {error:.1e} nats²."
     else:
         text = f"{region}: systematic {figures} cannot be told from zero{made}."
     return Finding(
@@ -146,7 +158,8 @@ def _region_finding(region: str, e: Estimate, result: Attribution, *, rank: int)
             "systematic_sq": e.systematic_sq,
             "systematic_sq_se": e.systematic_sq_se,
             "chaotic_rms": e.chaotic_rms,
-            "gain_of_aligning_sq": result.gain_of_aligning(region),
+            "gain_of_aligning_sq": gain,
+            "gain_of_aligning_sq_se": error,
             "local_differing": local,
         },
         rank=1 + rank,

@@ -110,8 +110,8 @@ def estimate(variant: Floats, reference: Floats, sequence_ids: NDArray[np.int64]
 
 
 def self_control_holds(control: Estimate) -> bool:
-    """The reference against itself must be zero within three standard errors."""
-    return abs(control.z) <= SELF_CONTROL_Z
+    """The reference against itself must be zero within three standard errors, and the error must be known."""
+    return bool(np.isfinite(control.systematic_sq_se)) and abs(control.z) <= SELF_CONTROL_Z
 
 
 def is_saturated(each: Mapping[str, Estimate], everything: Estimate) -> bool:

@@ -199,15 +199,15 @@ class _InputCache:
 def _by_source(ours: torch.Tensor, theirs: torch.Tensor, num_prompt_tokens: int) -> dict[str, UlpStats]:
     """Statistics of two [T, W] tensors, prompt rows and generated rows apart.
 
-    The rollout never runs the last sampled token, so it may have fewer rows; the common ones are compared.
+    Raises CaptureError for different shapes or dtypes: neither is cut or cast to fit.
     """
-    if ours.ndim != 2 or theirs.ndim != 2 or ours.shape[1] != theirs.shape[1]:
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         raise CaptureError(
-            f"the stacks' tensors have different widths: trainer {tuple(ours.shape)}, rollout {tuple(theirs.shape)}",
-            hint="the site map of this family is wrong for one of the stacks, or one of them is sharded",
+            f"the stacks' tensors do not match: trainer {tuple(ours.shape)} {ours.dtype}, rollout {tuple(theirs.shape)} {theirs.dtype}",
+            hint="the site map of this family is wrong for one of the stacks, one of them is sharded, or their dtypes differ",
         )
-    rows = min(len(ours), len(theirs))
-    ours = ours.detach().to(theirs.dtype).cpu() if ours.dtype != theirs.dtype else ours.detach().cpu()
+    rows = len(ours)
+    ours = ours.detach().cpu()
     out = {}
     for source, start, stop in (("prefill", 0, min(num_prompt_tokens, rows)), ("decode", num_prompt_tokens, rows)):
         if stop > start:
@@ -253,4 +253,4 @@ def check_positions(pairs: Sequence[tuple[int, Any, Any]]) -> PositionCheck:
     if len(offsets) == 1:
         return PositionCheck(kind="shifted", offset=offsets.pop())
     # Each sequence is shifted by its own constant (left padding, say): RoPE does not see that either.
-    return PositionCheck(kind="shifted", offset=max(offsets, key=abs))
+    return PositionCheck(kind="shifted", offset=max(offsets, key=abs), uniform=False)

@@ -34,6 +34,7 @@ class PositionCheck:
 
     kind: str  # "equal" | "shifted" | "different" | "unobserved"
     offset: int = 0
+    uniform: bool = True
     prompt: int | None = None
     index: int | None = None
 
@@ -62,6 +63,7 @@ class Evidence:
     max_abs_d: float
     num_tokens: int
     rollout: str
+    num_nonfinite: int = 0
     weights_differing: Sequence[str] = ()
     tokens_differing: str | None = None
     positions: PositionCheck = field(default_factory=lambda: PositionCheck(kind="equal"))
@@ -70,7 +72,7 @@ class Evidence:
 
 def decide(evidence: Evidence) -> Verdict:
     """The verdict, with its evidence most telling first."""
-    for rule in (_not_comparable, _identical, _mistake_in_fp32, _mistake_in_lp):
+    for rule in (_not_comparable, _identical, _not_finite, _mistake_in_fp32, _mistake_in_lp):
         verdict = rule(evidence)
         if verdict is not None:
             return verdict
@@ -117,6 +119,41 @@ def _identical(e: Evidence) -> Verdict | None:
     )
 
 
+def _not_finite(e: Evidence) -> Verdict | None:
+    """NaN or infinity on one side: no mean means anything then."""
+    for made_here in (True, False):
+        for site, entry in e.aggregate.sites.items():
+            stats = entry.local if made_here else entry.total
+            if stats is None or stats.num_nonfinite_mismatch == 0:
+                continue
+            how = "although it was fed the same input" if made_here else "first in execution order"
+            return Verdict(
+                kind="different computation",
+                sentence=f"Different computation at {site} ({region_of(site)}): {stats.num_nonfinite_mismatch} of {stats.n} elements are "
+                f"NaN or infinite on one side only (trainer {stats.num_nonfinite_a}, rollout {stats.num_nonfinite_b}), {how}. "
+                "Look for an overflow (float16 ends at 65504) or an empty reduction there.",
+                site=site,
+                evidence=(
+                    Finding(
+                        code="non-finite",
+                        severity="error",
+                        text=f"{site}: {stats.num_nonfinite_mismatch} elements are NaN or infinite on one side only.",
+                        site=site,
+                        region=region_of(site),
+                        numbers={"trainer": stats.num_nonfinite_a, "rollout": stats.num_nonfinite_b, "n": stats.n},
+                        rank=0,
+                    ),
+                ),
+            )
+    if e.num_nonfinite == 0:
+        return None
+    return Verdict(
+        kind="inconclusive",
+        sentence=f"No answer: {e.num_nonfinite} of {e.num_tokens} logprobs are not finite on one side or both, so no mean can be taken.",
+        site=e.aggregate.first_divergent(),
+    )
+
+
 def _mistake_in_fp32(e: Evidence) -> Verdict | None:
     control = e.control
     if control.aggregate is None or control.mean_abs_d is None:
@@ -145,18 +182,17 @@ def _mistake_in_fp32(e: Evidence) -> Verdict | None:
 
 
 def _mistake_in_lp(e: Evidence) -> Verdict | None:
-    if e.control.aggregate is not None:
-        return None
     suspects = _suspects(e.aggregate, LP_LOCAL_REL_L2[e.dtype], positions=e.positions)
     if not suspects:
         return None
     site, rel = suspects[0]
+    only_here = "" if e.control.aggregate is None else f" In FP32 it agrees, so the mistake is in its {e.dtype} path."
     return Verdict(
         kind="different computation",
         sentence=f"Different computation at {site} ({region_of(site)}): fed the same input, its {e.dtype} output is off by {rel:.1e} "
-        f"(relative L2), more than rounding can do. Check this operation's {_suspicion(site)}.",
+        f"(relative L2), more than rounding can do.{only_here} Check this operation's {_suspicion(site)}.",
         site=site,
-        evidence=(*_suspect_findings(suspects, e.dtype), *_position_findings(e)),
+        evidence=(_control_finding(e), *_suspect_findings(suspects, e.dtype), *_position_findings(e)),
     )
 
 
@@ -169,7 +205,11 @@ def _rounding_only(e: Evidence) -> Verdict:
     named = ", ".join(
         f"{_label(r)} ({100 * s.differing:.0f} % of elements)" for r, s in made.items() if s.differing >= 0.01
     )
-    cause = f"; it is made in {named}" if named else "; no single operation makes more than 1 % of its elements differ"
+    cause = (
+        f"because they round at different points; it is made in {named}"
+        if named
+        else "by less than 1 % of any operation's elements, as another order of accumulation does"
+    )
     if e.control.aggregate is not None and e.control.mean_abs_d is not None:
         proof = f"in FP32 the stacks agree to {e.control.mean_abs_d:.0e} nats"
     else:
@@ -180,7 +220,7 @@ def _rounding_only(e: Evidence) -> Verdict:
     return Verdict(
         kind="rounding only",
         sentence=f"Rounding only: trainer and {e.rollout} compute the same function ({proof}) and differ by {e.mean_abs_d:.3f} nats per token "
-        f"(mean |d|, n = {e.num_tokens}) because they round at different points{cause}.",
+        f"(mean |d|, n = {e.num_tokens}) {cause}.",
         site=e.aggregate.first_divergent(),
         evidence=(_control_finding(e), *biased, *_local_findings(e), *_position_findings(e)),
     )
@@ -321,13 +361,17 @@ def _suspect_findings(suspects: Sequence[tuple[str, float]], precision: str) -> 
 
 
 def _position_findings(e: Evidence) -> list[Finding]:
+    if e.positions.kind == "unobserved":
+        text = "Positions were not observed on one of the stacks; that they agree is an assumption."
+        return [Finding(code="positions-unobserved", severity="notice", text=text, region="rope", rank=6)]
     if e.positions.kind != "shifted":
         return []
+    shift = "a constant" if e.positions.uniform else "a constant of its own in each sequence, at most"
     return [
         Finding(
             code="positions-shifted",
             severity="notice",
-            text=f"Positions differ by a constant {e.positions.offset:+d} (trainer minus rollout). RoPE only sees differences of positions, "
+            text=f"Positions differ by {shift} {e.positions.offset:+d} (trainer minus rollout). RoPE only sees differences of positions, "
             "so this is harmless; q_rope and k_rope are not comparable.",
             region="rope",
             numbers={"offset": e.positions.offset},

@@ -47,16 +47,27 @@ def child_environment(
         if ":" in device:
             number = int(device.partition(":")[2])
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            found["CUDA_VISIBLE_DEVICES"] = visible.split(",")[number] if visible else str(number)
+            listed = visible.split(",") if visible else []
+            if visible and number >= len(listed):
+                raise UsageError(f"there is no device {device}", detail=f"CUDA_VISIBLE_DEVICES={visible}")
+            found["CUDA_VISIBLE_DEVICES"] = listed[number] if visible else str(number)
     if deterministic and device != "cpu":
         raise UsageError("deterministic is for the CPU", hint="on a GPU set VLLM_BATCH_INVARIANT=1 before starting")
     return found
 
 
 def inherited_environment() -> dict[str, str]:
-    """Variables of the caller that reach the child and can change what it computes."""
+    """Variables of the caller that reach the child and can change what it computes.
+
+    Those that hold secrets, addresses or paths are left out: manifests and reports are made to be passed on.
+    """
     prefixes = ("VLLM_", "OMP_", "MKL_", "ONEDNN_", "TORCH", "PYTORCH_", "CUBLAS_", "CUDA_VISIBLE_", "NVIDIA_TF32_")
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
+    private = ("KEY", "TOKEN", "SECRET", "PASSWORD", "HOST", "ADDR", "URL", "IP", "PORT", "USER")
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(prefixes) and not set(name.split("_")) & set(private) and "/" not in value
+    }
 
 
 class Child:

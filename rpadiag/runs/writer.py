@@ -248,6 +248,11 @@ class RunWriter:
         self._given |= set(values)
         self._write_manifest()
 
+    def set_effective(self, **values: Any) -> None:
+        """Options as they turned out where the user left the choice open: ``device``, ``dtype``, ``contract``."""
+        self._manifest["options"]["effective"].update(facts.strict_json(values))
+        self._write_manifest()
+
     def set_weights(self, stack: str, tensors: Mapping[str, str]) -> None:
         """Record the digest of every mapped tensor that ``stack`` (``trainer`` or ``rollout``) runs with."""
         self._weights[stack] = dict(tensors)
@@ -315,7 +320,8 @@ class RunWriter:
         for leftover in (*self.path.glob("*.part"), self.path / METRICS, self.path / FINDINGS, self.path / WEIGHTS):
             with contextlib.suppress(OSError):
                 leftover.unlink(missing_ok=True)
-        self._manifest["error"] = {"type": type(error).__name__, "message": str(error)}
+        # the sentence alone: an engine's detail is the end of its log, with paths of the machine
+        self._manifest["error"] = {"type": type(error).__name__, "message": getattr(error, "message", str(error))}
         with contextlib.suppress(InputError):
             self._finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
 

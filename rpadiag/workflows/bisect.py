@@ -54,6 +54,7 @@ def run_bisect(
         inputs = load_inputs(options, progress, attention=options.attention)
         contract = options.contract or default_preset(inputs.device, inputs.dtype)
         stack.enter_context(_products(inputs, run, progress))
+        run.set_effective(device=inputs.device, dtype=inputs.dtype, contract=contract)
         run.set_manifest(reference_contract=contract)
         prompts = {p.index: p for p in inputs.prompts}
         run.add_prompts([prompt_row(prompts[s.prompt], s) for s in inputs.sequences])
@@ -78,7 +79,7 @@ def run_bisect(
             run.add_finding(finding)
         run.set_verdict(verdict)
         run.set_metrics({"attribution": {"ranked": result.ranked, "saturated": result.saturated}})
-        run.set_manifest(trainer=inputs.trainer.manifest())
+        run.set_manifest(trainer={**inputs.trainer.manifest(), "model": options.model})
     return Bisection(run=options.run, attribution=result, findings=told, verdict=verdict)
 
 
@@ -189,4 +190,4 @@ def _verdict(result: Attribution, told: Sequence[Finding]) -> Verdict:
         hidden = [r for r, e in each if not e.detectable]
         rest = f"; {', '.join(hidden)} cannot be told from zero" if hidden else ""
         sentence = f"Systematic divergence comes from {parts} nats²{rest}. Align {seen[0][0]} first."
-    return Verdict(kind="rounding only" if result.ranked else "inconclusive", sentence=sentence, evidence=tuple(told))
+    return Verdict(kind="attributed" if result.ranked else "inconclusive", sentence=sentence, evidence=tuple(told))

@@ -20,9 +20,10 @@ import numpy as np
 from rpadiag.compare.metrics import logprob_metrics
 from rpadiag.compare.pairing import Pairing, SequencePair, check_positions
 from rpadiag.compare.verdict import Control, Evidence, decide
+from rpadiag.errors import CaptureError
 from rpadiag.findings import Verdict
 from rpadiag.runs import RunWriter, create_run
-from rpadiag.sites import match_sites
+from rpadiag.sites import match_sites, split_site
 from rpadiag.workflows.compare_rows import prompt_row, token_columns
 from rpadiag.workflows.control import fp32_control
 from rpadiag.workflows.floors import measure_floors
@@ -95,6 +96,7 @@ def run_compare(
         ExitStack() as stack,
     ):
         inputs = load_inputs(options, progress, attention=options.attention, num_generate=options.generate)
+        run.set_effective(device=inputs.device, dtype=inputs.dtype)
         if prepare_trainer is not None:
             prepare_trainer(inputs.trainer)
         chosen = match_sites(options.sites, list(inputs.facts.sites))
@@ -103,13 +105,14 @@ def run_compare(
             rollout = stack.enter_context(
                 start_rollout(options, inputs, run, overrides=rollout_overrides, running=running)
             )
+        chosen = _visible(chosen, rollout, asked=bool(options.sites))
         differing = _check_weights(run, inputs, rollout)
         if differing:
             return _stop_incomparable(run, inputs, rollout, options, differing)
         pairing = Pairing(inputs.trainer, sites=chosen, precision="model")
         stacks = {  # before the control, which runs both in FP32
-            "trainer": {**inputs.trainer.manifest(), "aligned": alignment},
-            "rollout": rollout.engine.manifest(),
+            "trainer": {**inputs.trainer.manifest(), "model": options.model, "aligned": alignment},
+            "rollout": {**rollout.engine.manifest(), "model": options.model},
         }
         scored = _compare_all(options, inputs, rollout, pairing, run, progress)
         floors = measure_floors(inputs, rollout, scored.sequences, scored.trainer, scored.rollout, progress)
@@ -130,6 +133,18 @@ def run_compare(
             control={"precision": "fp32", "reason": control.reason, "num_tokens": control.num_tokens},
         )
         return _conclude(run, inputs, rollout, pairing, scored, floors, control)
+
+
+def _visible(chosen: list[str], rollout: Rollout, *, asked: bool) -> list[str]:
+    """The chosen sites that this engine can show; one that was asked for by name and is hidden is an error."""
+    seen = [s for s in chosen if split_site(s)[1] not in rollout.absent]
+    if asked and len(seen) < len(chosen):
+        hidden = next(s for s in chosen if s not in seen)
+        raise CaptureError(
+            f"site {hidden} cannot be seen in {rollout.label}: {rollout.absent[split_site(hidden)[1]]}",
+            hint="rerun with --mode eager, or ask for " + ", ".join(sorted({split_site(s)[1] for s in seen})),
+        )
+    return seen
 
 
 def _align(options: CompareOptions, inputs: Inputs, stack: ExitStack) -> dict[str, Any] | None:
@@ -167,7 +182,11 @@ def _stop_incomparable(
             weights_differing=differing,
         )
     )
-    run.set_manifest(trainer=inputs.trainer.manifest(), rollout=rollout.engine.manifest(), rollout_label=rollout.label)
+    run.set_manifest(
+        trainer={**inputs.trainer.manifest(), "model": options.model},
+        rollout={**rollout.engine.manifest(), "model": options.model},
+        rollout_label=rollout.label,
+    )
     _record_verdict(run, verdict)
     return Comparison(run=options.run, verdict=verdict, metrics={}, floors=())
 
@@ -176,7 +195,7 @@ def _compare_all(
     options: CompareOptions, inputs: Inputs, rollout: Rollout, pairing: Pairing, run: RunWriter, progress: Progress
 ) -> _Scored:
     scored = _Scored(sequences=[], trainer=[], rollout=[])
-    captured = with_inputs(pairing.sites, inputs)
+    captured = [s for s in with_inputs(pairing.sites, inputs) if split_site(s)[1] not in rollout.absent]
     prompts = {p.index: p for p in inputs.prompts}
     with progress.stage("compare prompts", total=len(inputs.sequences)) as bar:
         for result, capture in captured_one_by_one(
@@ -270,9 +289,10 @@ def _conclude(
             dtype=inputs.dtype,
             aggregate=pairing.aggregate,
             control=control,
-            mean_abs_d=float(difference.mean()),
-            max_abs_d=float(difference.max()),
+            mean_abs_d=float(metrics["mean_abs_d"]),
+            max_abs_d=float(metrics["max_abs_d"]),
             num_tokens=len(p),
+            num_nonfinite=int((~np.isfinite(difference)).sum()),
             rollout=rollout.label,
             positions=check_positions(
                 [

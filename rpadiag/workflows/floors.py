@@ -42,15 +42,16 @@ def measure_floors(
             text = "alone against in a padded batch"
             out.append(_floor("trainer_padded", "trainer", text, alone, [s.logprob for s in padded]))
         bar.advance()
-        if len(used) >= MIN_SEQUENCES:
-            prompts = [_prompt_only(sequences[i]) for i in used]
+        scored = [i for i in used if sequences[i].num_prompt_tokens > 1]
+        if len(scored) >= MIN_SEQUENCES:
+            prompts = [_prompt_only(sequences[i]) for i in scored]
             together = rollout.engine.score(prompts, sites=(), bundle_dir=None, together=True)
-            heads = [rollout_scores[i].logprob[: sequences[i].num_prompt_tokens - 1] for i in used]
+            heads = [rollout_scores[i].logprob[: sequences[i].num_prompt_tokens - 1] for i in scored]
             batched = [r.scores.logprob for r in together]
             out.append(_floor("rollout_batched", "rollout", "alone against in a batch", heads, batched))
         bar.advance()
         generated = [i for i in used if len(sequences[i].token_ids) > sequences[i].num_prompt_tokens]
-        if generated:
+        if generated and rollout.real:  # an emulation scores sampled tokens in the forward that rescores them
             out.append(_decode_floor(rollout, sequences, rollout_scores, generated))
         bar.advance()
     return out

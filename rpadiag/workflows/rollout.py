@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rpadiag.runs import RunWriter
+from rpadiag.sites import split_site
 from rpadiag.workflows.inputs import Inputs
 from rpadiag.workflows.options import CompareOptions
 
@@ -56,25 +57,43 @@ def start_rollout(
         from rpadiag.engines.emulated import EmulatedEngine
 
         preset = options.emulate or default_preset(inputs.device, inputs.dtype)
-        with EmulatedEngine.start(inputs.model, preset=preset, dtype=inputs.dtype, device=inputs.device) as emulated:
+        run.set_effective(emulate=preset)
+        with EmulatedEngine.start(
+            inputs.model,
+            preset=preset,
+            dtype=inputs.dtype,
+            device=inputs.device,
+            attention=options.attention,
+            seed=options.seed,
+            revision=options.revision,
+            trust_remote_code=options.trust_remote_code,
+        ) as emulated:
             yield Rollout(engine=emulated, label=f"emulated {preset}", real=False)
         return
     from rpadiag.engines.vllm import VllmEngine
 
+    log = run.path / LOG_FILE
     longest = max(len(s.token_ids) for s in inputs.sequences) + options.generate
     with VllmEngine.start(
         inputs.model,
         dtype=inputs.dtype,
         device=inputs.device,
         seed=options.seed,
-        log_path=run.path / LOG_FILE,
+        log_path=log,
         hf_overrides=dict(overrides) if overrides else None,
         enforce_eager=options.mode == "eager",
         max_model_len=longest + 1,
+        revision=options.revision,
+        trust_remote_code=options.trust_remote_code,
     ) as engine:
         yield _vllm(engine)
+    log.unlink(missing_ok=True)  # it is quoted when the engine fails, and holds paths of the machine
 
 
 def _vllm(engine: VllmEngine) -> Rollout:
     version = engine.manifest().get("vllm_version", "")
-    return Rollout(engine=engine, label=f"vLLM {version}".strip(), real=True)
+    hidden = {split_site(s)[1] for s in engine.facts.sites} - {split_site(s)[1] for s in engine.sites}
+    reason = "the compiled engine calls no module at this point"
+    return Rollout(
+        engine=engine, label=f"vLLM {version}".strip(), real=True, absent=dict.fromkeys(sorted(hidden), reason)
+    )

@@ -93,7 +93,8 @@ def test_planted_region_is_found_and_the_others_are_not() -> None:
     assert each["rope"].systematic_sq == pytest.approx(9e-4, rel=0.3)
     assert abs(each["swiglu"].z) < 3
     assert abs(each["rmsnorm"].z) < 3
-    assert result.gain_of_aligning("rope") > 6e-4
+    gain, error = result.gain_of_aligning("rope")
+    assert gain > 6e-4 and gain > 2 * error
     first = next(f for f in findings(result) if f.code == "systematic-region")
     assert first.region == "rope"
 
@@ -137,3 +138,12 @@ def test_one_region_needs_no_variant_with_it_alone() -> None:
 def test_one_replicate_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="at least 2"):
         list(replicates(REGIONS, num_replicates=1, seed=0))
+
+
+def test_one_cluster_gives_no_error_bar_and_nothing_is_ranked() -> None:
+    ids = sequences(1, 10)
+    result = attribute(
+        planted_score({"rope": 0.03, "swiglu": 0.0, "rmsnorm": 0.0}, ids), REGIONS, ids, num_replicates=3
+    )
+    assert not result.ranked
+    assert "10 tokens make 1 cluster" in findings(result)[0].text

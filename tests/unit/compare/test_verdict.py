@@ -107,6 +107,28 @@ def test_without_a_control_rounding_only_says_what_it_cannot_exclude() -> None:
     assert "without an FP32 control (switched off) a small mistake could hide" in verdict.sentence
 
 
+def test_a_mistake_of_the_16_bit_path_alone_is_found_beside_a_clean_control() -> None:
+    control = Control(aggregate=aggregate(q_rope=off_by(1e-7)), mean_abs_d=5e-6, num_tokens=50)
+    broken = ulp_stats(bf16(VALUES), bf16(VALUES * np.float32(1.1)))
+    verdict = decide(evidence(aggregate(q_rope=broken), control))
+    assert (verdict.kind, verdict.site) == ("different computation", "layers.0.q_rope")
+    assert "In FP32 it agrees, so the mistake is in its bfloat16 path" in verdict.sentence
+
+
+def test_a_nan_on_one_side_is_never_rounding() -> None:
+    overflowed = VALUES.copy()
+    overflowed[:7] = np.nan
+    stats = ulp_stats(bf16(VALUES), np.where(np.isnan(overflowed), np.uint16(0x7FC0), bf16(VALUES)))
+    verdict = decide(evidence(aggregate(act=stats), mean_abs_d=float("nan"), max_abs_d=float("nan"), num_nonfinite=3))
+    assert (verdict.kind, verdict.site) == ("different computation", "layers.0.act")
+    assert "7 of 20000 elements are NaN or infinite on one side only" in verdict.sentence
+
+
+def test_logprobs_that_are_not_finite_give_no_verdict_by_themselves() -> None:
+    verdict = decide(evidence(aggregate(act=same()), mean_abs_d=float("nan"), max_abs_d=float("nan"), num_nonfinite=3))
+    assert verdict.kind == "inconclusive"
+
+
 def test_differing_weights_come_before_every_number() -> None:
     names = [f"model.layers.{n}.mlp.up_proj.weight" for n in range(5)]
     verdict = decide(evidence(Aggregate(), weights_differing=names))
