@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from peers import PEERS  # noqa: E402
-from timing import copy_bandwidth, time_calls  # noqa: E402
+from peers import PEERS
+from timing import copy_bandwidth, time_calls
 
 TOKENS, HIDDEN, INTERMEDIATE, Q_HEADS, K_HEADS, HEAD_SIZE = 16384, 4096, 12288, 32, 8, 128
 EPS = 1e-6
