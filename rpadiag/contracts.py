@@ -114,7 +114,9 @@ class RmsNormContract(Contract):
     ``s = x + r`` in fp32; ``y = store(w * round_scale((s_or_lp(s)) * rstd))`` with
     ``rstd = rsqrt(mean(square(s or lp(s))) + eps)``. The stored residual is ``store(s)`` always, and the rounded
     sum that a contract reads is the stored one. ``reduction=lanes8``: eight running sums over columns 0..7 mod 8,
-    then added one after another (vLLM's CPU kernels built for AVX2).
+    then added one after another (vLLM's CPU kernels built for AVX2). ``reduction=warps8``: eight consecutive columns a
+    thread, a shuffle tree over the 32 threads of a warp, then the warps in order (vLLM's CUDA kernels; with a residual
+    a thread adds the columns in pairs first).
     ``dsum``: the gradient of the stored residual is added to the norm's input gradient after that was rounded to lp
     (two operations, as autograd does for a separate add) or before (one fused operation, one rounding).
     """
@@ -163,9 +165,9 @@ class RmsNormContract(Contract):
         ),
         Axis(
             name="reduction",
-            values=("native", "lanes8"),
+            values=("native", "lanes8", "warps8"),
             level=2,
-            text="order of the sum of squares: the backend's own, or eight running sums",
+            text="order of the sum of squares: the backend's own, eight running sums, or eight columns a thread of a warp",
         ),
         Axis(
             name="dsum",

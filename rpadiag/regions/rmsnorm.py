@@ -62,21 +62,24 @@ def intermediates(x: Tensor, residual: Tensor | None, eps: float, contract: RmsN
         rounded = stored.to(torch.float32)
         source = rounded if contract.sum == "lp" else total
         squared = rounded if contract.variance == "rounded" else total
-    rstd = _inverse_root(_mean_square(squared, contract) + eps, contract.root)
+    rstd = _inverse_root(_mean_square(squared, contract, fused=residual is not None) + eps, contract.root)
     scaled_by = to_lp(rstd, lp) if contract.rstd == "lp" else rstd
     return Intermediates(source=source, squared=squared, rstd=rstd, scaled_by=scaled_by, stored=stored)
 
 
-def _mean_square(squared: Tensor, contract: RmsNormContract) -> Tensor:
+def _mean_square(squared: Tensor, contract: RmsNormContract, *, fused: bool) -> Tensor:
     """Row mean of squares, [..., 1]. sum/n equals torch.mean on the CPU, sum*(1/n) equals it on CUDA."""
     num_columns = squared.shape[-1]
     squares = squared.pow(2)
     if contract.reduction == "lanes8":
         total = _lane_sum(squares, lanes=8)
+    elif contract.reduction == "warps8":
+        total = _warp_sum(squares, pairs=fused)
     else:
         total = squares.sum(-1, keepdim=True)
     if contract.mean == "sum/n":
-        return total / num_columns
+        # a tensor on the same device: CUDA divides by a Python number as a product with its reciprocal
+        return total / torch.tensor(num_columns, dtype=torch.float32, device=total.device)
     return total * torch.tensor(1.0 / num_columns, dtype=torch.float32, device=total.device)
 
 
@@ -89,6 +92,32 @@ def _lane_sum(x: Tensor, *, lanes: int) -> Tensor:
     total = running[..., :1]
     for lane in range(1, lanes):
         total = total + running[..., lane : lane + 1]
+    return total
+
+
+def _warp_sum(x: Tensor, *, pairs: bool) -> Tensor:
+    """[..., 1]: vectors of 8 columns dealt to a block's threads in turn, a tree of neighbours in each warp, warps in order.
+
+    pairs: a thread adds its vector's columns in pairs. The block has 1024 threads below 256 rows and 256 from there on.
+    """
+    rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
+    vectors = torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    if pairs:
+        vectors = vectors[..., 0::2] + vectors[..., 1::2]
+    partial = vectors[..., 0]
+    for column in range(1, vectors.shape[-1]):
+        partial = partial + vectors[..., column]
+    threads = min(-(-partial.shape[-1] // 32) * 32, 1024 if rows < 256 else 256)
+    partial = torch.nn.functional.pad(partial, (0, -partial.shape[-1] % threads)).unflatten(-1, (-1, threads))
+    per_thread = partial[..., 0, :]
+    for turn in range(1, partial.shape[-2]):
+        per_thread = per_thread + partial[..., turn, :]
+    warps = per_thread.unflatten(-1, (-1, 32))
+    while warps.shape[-1] > 1:
+        warps = warps[..., 0::2] + warps[..., 1::2]
+    total = warps[..., 0, :]
+    for warp in range(1, warps.shape[-2]):
+        total = total + warps[..., warp, :]
     return total
 
 
