@@ -8,9 +8,10 @@ parameters that reproduce a side once solved, structure, and only then statistic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rpadiag.compare import (
@@ -86,10 +87,12 @@ def explain_site(pair: Pair, ctx: Context) -> list[Explanation]:
     """Every explanation of a difference at one site, strongest first; empty when the sides are equal."""
     if same_values(pair.a, pair.b):
         return []
+    if pair.role.region == "weights" and not pair.a.is_floating_point():
+        pair = replace(pair, a=pair.a.double(), b=pair.b.double())
     if not pair.a.is_floating_point() or _whole_positions(pair):
         found = list(diagnose_data.integers(pair))
-        for explain in _BY_ROLE.get((pair.role.region, pair.role.kind), ()):
-            found += explain(pair, ctx)
+        if pair.role.kind == "experts":
+            found += diagnose_router.experts(pair, ctx)
         return found
     fatal = list(diagnose_structure.non_finite(pair))
     if fatal:
@@ -164,7 +167,13 @@ def diagnose_sites(
         missing = [s for s in a if s not in b] or [s for s in b if s not in a]
         if missing:
             raise UsageError(f"site {missing[0]} was captured on one side only", hint="diagnose sites that both have")
-    ctx = Context(a=a, b=b, inputs=dict(inputs or {}), contracts=contracts)
+    a, b = _comparable(a, b)
+    ctx = Context(
+        a=a,
+        b=b,
+        inputs={k: _plain(v) if isinstance(v, Tensor) else v for k, v in (inputs or {}).items()},
+        contracts=contracts,
+    )
     sites: list[tuple[str, Role, list[Explanation]]] = []
     equal = []
     for site in a:
@@ -184,13 +193,28 @@ def _role(site: str, regions: Mapping[str, str] | None, ctx: Context) -> Role:
     given = (regions or {}).get(site)
     if given is not None and given not in DIAGNOSED_REGIONS:
         raise unknown_name("region", given, DIAGNOSED_REGIONS)
-    try:
-        named = find_role(site, inputs=ctx.inputs, sites=list(ctx.a))
-    except UsageError:
-        if given is None:
-            raise
-        return Role(region=given)
+    named = find_role(site, inputs=ctx.inputs, sites=list(ctx.a))
     return named if given is None or named.region == given else Role(region=given)
+
+
+def _comparable(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Both sides on the CPU, with at least one axis, as floats of 16 to 64 bits or as int64; complex as pairs."""
+    one, two = ({s: _plain(t) for s, t in side.items()} for side in (a, b))
+    for site in one:
+        if one[site].is_floating_point() != two[site].is_floating_point():
+            one[site], two[site] = one[site].double(), two[site].double()
+    return one, two
+
+
+def _plain(x: Tensor) -> Tensor:
+    x = x.detach().cpu()
+    if x.is_complex():
+        x = torch.view_as_real(x).flatten(-2)
+    if not x.is_floating_point():
+        x = x.to(torch.int64)
+    elif x.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        x = x.float()
+    return x.reshape(1) if x.ndim == 0 else x
 
 
 def _conclude(sites: Sequence[tuple[str, Role, list[Explanation]]], equal: tuple[str, ...]) -> Diagnosis:

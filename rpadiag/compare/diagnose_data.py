@@ -39,7 +39,7 @@ def mismatched_shapes(site: str, role: Role, a: Tensor, b: Tensor) -> Explanatio
         text = f"{base}; suffixes equal after dropping {count} leading entr{'y' if extra == 1 else 'ies'} of {name}"
         if what == "tokens":
             head = [int(v) for v in long[: extra + 1].reshape(-1)[:4]]
-            if extra == 1 and head[0] == head[1]:
+            if extra == 1 and len(head) > 1 and head[0] == head[1]:
                 text += f": one leading BOS ({head[0]}) too many, BOS was added twice"
             else:
                 text += f": leading tokens {head[:extra]} (BOS, a system prompt or left padding)"
@@ -70,6 +70,7 @@ def integers(pair: Pair) -> Iterator[Explanation]:
         return
     if pair.role.region == "router":
         return
+    region, severity = ("data", "data") if pair.role.region in ("data", "unknown") else (pair.role.region, "semantic")
     lag = _lag(a, b)
     text = f"stop before numerics: {n} of {a.numel()} {pair.role.kind} differ, first at index {first}"
     if lag is not None:
@@ -78,10 +79,10 @@ def integers(pair: Pair) -> Iterator[Explanation]:
         text += f" ({int(a[differs][0])} against {int(b[differs][0])})"
     yield Explanation(
         code="inputs-differ",
-        severity="data",
+        severity=severity,
         text=text,
         proof="identity",
-        region="data",
+        region=region,
         numbers={"num": n, "first": first, "lag": lag},
     )
 

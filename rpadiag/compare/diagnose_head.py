@@ -17,7 +17,7 @@ EXACT = 2e-5  # nats: float32 log_softmax of logits up to a few hundred
 
 def logits(pair: Pair, ctx: Context) -> Iterator[Explanation]:
     """Two logit matrices [N, V], after rounding identities did not explain them."""
-    if pair.a.ndim != 2:
+    if pair.a.ndim != 2 or min(pair.a.shape) < 2:
         return
     a, b = pair.a.double(), pair.b.double()
     ratio = b / torch.where(a == 0, math.nan, a)
@@ -101,7 +101,10 @@ def _shared_logits(pair: Pair, ctx: Context) -> tuple[Tensor, Tensor] | None:
     if targets is None or not candidates or targets.is_floating_point():
         return None
     values = candidates[0].double()
-    return (values, targets.long()) if values.ndim == 2 and values.shape[0] == targets.shape[0] else None
+    if values.ndim != 2 or targets.ndim != 1 or values.shape[0] != targets.shape[0]:
+        return None
+    inside = bool(((targets >= 0) & (targets < values.shape[1])).all())
+    return (values, targets.long()) if inside else None
 
 
 def picked(values: Tensor, targets: Tensor) -> Tensor:

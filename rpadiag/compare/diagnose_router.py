@@ -24,7 +24,7 @@ def experts(pair: Pair, ctx: Context) -> Iterator[Explanation]:
     scores = _scores(ctx, len(a))
     text = f"moe router: {n} of {len(a)} tokens ({percent(n / len(a))}) choose another expert set"
     ties = None
-    if scores is not None and a.ndim == 2:
+    if scores is not None and a.ndim == 2 and a.shape[-1] < scores.shape[-1]:
         top = scores.double().sort(-1, descending=True).values
         k = a.shape[-1]
         margin = ((top[:, k - 1] - top[:, k]) / top[:, k - 1].abs().clamp_min(1e-300))[changed]
@@ -56,7 +56,14 @@ def combine(pair: Pair, ctx: Context) -> Iterator[Explanation]:
     a, b = pair.a.double(), pair.b.double()
     sum_a, sum_b = a.sum(-1, keepdim=True), b.sum(-1, keepdim=True)
     logits, ids = ctx.tensor("logits"), _ids(ctx, pair)
-    sources = _sources(logits, ids) if logits is not None and ids is not None and logits.ndim == 2 else {}
+    fits_logits = (
+        logits is not None
+        and ids is not None
+        and logits.ndim == ids.ndim == 2
+        and len(logits) == len(ids)
+        and _in_range(ids, logits.shape[-1])
+    )
+    sources = _sources(logits, ids) if fits_logits and logits is not None and ids is not None else {}
     names = []
     for side in (a, b):
         fits = [name for name, value in sources.items() if rel_error(side, value) < max(4 * pair.unit, 1e-5)]
@@ -119,6 +126,10 @@ def _ids(ctx: Context, pair: Pair) -> Tensor | None:
         ):
             return value.long()
     return None
+
+
+def _in_range(ids: Tensor, num_experts: int) -> bool:
+    return bool(((ids >= 0) & (ids < num_experts)).all())
 
 
 def _differs(ctx: Context, name: str) -> bool:

@@ -13,11 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from rpadiag.errors import UsageError
 from rpadiag.sites import HEAD_POINTS, LAYER_POINTS, POINTS
 
 DIAGNOSED_REGIONS = (
-    "rope", "swiglu", "rmsnorm", "qk_norm", "attention", "matmul", "lm_head", "embed", "sampling", "data", "weights", "router",
+    "rope", "swiglu", "rmsnorm", "qk_norm", "attention", "matmul", "lm_head", "embed", "sampling", "data", "weights", "router", "unknown",
 )  # fmt: skip
 
 REGION_WORDS = {
@@ -33,6 +32,7 @@ REGION_WORDS = {
     "data": "data",
     "weights": "weights",
     "router": "moe router",
+    "unknown": "unnamed activation",
 }
 
 
@@ -115,14 +115,7 @@ def find_role(site: str, *, inputs: Mapping[str, Any] | None = None, sites: Iter
             return Role(region=region, kind=kind)
     if name in {p.name for p in LAYER_POINTS}:
         return Role(region=POINTS[name].region)
-    guess = _from_inputs(have)
-    if guess is None:
-        raise UsageError(
-            f"cannot tell what site {site!r} is",
-            detail=f"known regions: {', '.join(DIAGNOSED_REGIONS)}",
-            hint="pass region=..., or use a site name of rpadiag's vocabulary",
-        )
-    return guess
+    return _from_inputs(have) or Role(region="unknown")
 
 
 def _from_inputs(have: set[str]) -> Role | None:

@@ -74,7 +74,9 @@ def run_fingerprint(options: FingerprintOptions, progress: Progress = SILENT) ->
 
 
 def _findings(summaries: Mapping[str, RegionSummary], found: SiteFingerprints, label: str) -> Iterator[Finding]:
-    """One sentence per region, then the sites that do not follow it, then what was not seen."""
+    """One sentence per region, then the sites that do not follow it, the implementations that agree, what was not seen."""
+    from rpadiag.regions.presets import PRESETS
+
     for rank, (region, s) in enumerate(summaries.items()):
         numbers = {"num_sites": s.num_sites, "num_determined": s.num_determined, "num_disagreeing": len(s.disagreeing)}
         if s.contract is not None:
@@ -104,6 +106,12 @@ def _findings(summaries: Mapping[str, RegionSummary], found: SiteFingerprints, l
             yield Finding(
                 code="site-disagrees", severity="warning", text=text, region=region, site=site, rank=10 + rank
             )
+    shared = [set(s.presets) for s in summaries.values() if s.contract is not None]
+    together = [p for p in PRESETS if len(shared) > 1 and all(p in names for names in shared)]
+    if together:
+        regions = ", ".join(r for r, s in summaries.items() if s.contract is not None)
+        text = f"{regions} of {label} together: as {', '.join(together)}"
+        yield Finding(code="presets", severity="info", text=text, numbers={"presets": together}, rank=9)
     for region, reason in found.missing.items():
         yield Finding(
             code="not-captured", severity="notice", text=f"{region} of {label}: {reason}", region=region, rank=20

@@ -56,7 +56,7 @@ def test_transformers_follows_hf_eager_in_every_layer(tiny: Tiny, prompts: Path,
     assert "hf-eager" in result.content["presets"]
     assert all(layer["status"] == "determined" for layer in result.content["layers"].values())
     assert read_fingerprint_file(out)["regions"] == result.content["regions"]
-    assert [f.code for f in result.findings] == ["contract"] * 3
+    assert [f.code for f in result.findings] == ["contract"] * 3 + ["presets"]
 
 
 def test_align_follows_a_fingerprint_file(tiny: Tiny, prompts: Path, tmp_path: Path) -> None:
