@@ -83,6 +83,8 @@ def same_values(a: Tensor, b: Tensor) -> bool:
     """Equal element by element, a NaN being equal to a NaN."""
     if a.shape != b.shape:
         return False
+    if a.ndim and len(a) > 8 and not same_values(a[-2:], b[-2:]):
+        return False  # most tensors that differ do so in their last rows: no need to look at all of them
     if not a.is_floating_point() and not b.is_floating_point():
         return bool((a == b).all())
     dtype = common_dtype(a, b)

@@ -281,7 +281,8 @@ def _capture_rollout(
         log_path=directory.parent / "vllm.log", enforce_eager=options.mode == "eager", max_model_len=longest + 1,
         revision=options.revision, trust_remote_code=options.trust_remote_code,
     ) as engine:  # fmt: skip
-        engine.score(sequences, sites=sites, bundle_dir=directory, on_finished=lambda _: advance())
+        seen = [site for site in sites if site in engine.sites]  # a compiled model shows attention alone
+        engine.score(sequences, sites=seen, bundle_dir=directory, on_finished=lambda _: advance())
     return open_bundle(directory)
 
 
