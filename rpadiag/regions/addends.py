@@ -24,13 +24,20 @@ class Channel:
     """What the aligned modules of one model hand to each other within a forward.
 
     addends: (sum, x, residual), while compiling only. stored: (normed, stored sum), from a norm to its layer, left only
-    while a layer listens, because whoever holds it holds the whole graph.
+    while a layer listens, because whoever holds it holds the whole graph. ready: (stored sum, normed), from a layer that
+    did both in one operation to the norm that it calls next.
     """
 
     def __init__(self) -> None:
         self.addends: tuple[Tensor, Tensor, Tensor] | None = None
         self.stored: tuple[Tensor, Tensor] | None = None
         self.listening = False
+        self.ready: tuple[Tensor, Tensor] | None = None
+
+    def take_ready(self, stored: Tensor) -> Tensor | None:
+        """The normed tensor that a layer has made of ``stored`` already, once."""
+        ready, self.ready = self.ready, None
+        return ready[1] if ready is not None and ready[0] is stored else None
 
     def listen(self) -> None:
         """A layer is about to call a norm."""

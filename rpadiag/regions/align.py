@@ -265,6 +265,7 @@ def _align_norms(alignment: Alignment, decoder: Decoder) -> None:
                 number=number,
                 family=family,
                 channel=channel,
+                operation=operation,
                 incoming=aligned and number > 0 and reads_unrounded,
                 after_attention=SumPlan(truncate=truncate, keep=keep and aligned),
                 after_mlp=SumPlan(truncate=truncate, keep=keep and above),

@@ -37,6 +37,9 @@ class NormForward:
     reads_sum: bool
 
     def __call__(self, module: Any, hidden_states: Tensor) -> Tensor:
+        ready = self.channel.take_ready(hidden_states)
+        if ready is not None:
+            return ready
         addends = addends_of(hidden_states, self.channel) if self.reads_sum else None
         if addends is None:
             return self.operation(hidden_states, module.weight, None, norm_eps(module))  # type: ignore[return-value]
@@ -58,12 +61,13 @@ class SumPlan:
 class LayerForward:
     """Forward of a decoder layer with its two residual adds.
 
-    incoming: the layer below keeps the addends of this layer's input, so that they must be there.
+    operation: the norms'. incoming: the layer below keeps the addends of this layer's input, so they must be there.
     """
 
     number: int
     family: Family
     channel: Channel
+    operation: RmsNormOperation
     incoming: bool
     after_attention: SumPlan
     after_mlp: SumPlan
@@ -75,13 +79,22 @@ class LayerForward:
         hidden_states, _ = module.self_attn(hidden_states=normed, **kwargs)
         if self.family.four_norms:
             hidden_states = module.post_attention_layernorm(hidden_states)
-        hidden_states = self._add(hidden_states, residual, self.after_attention)
         second = module.pre_feedforward_layernorm if self.family.four_norms else module.post_attention_layernorm
-        normed, residual = self._norm(second, hidden_states)
+        normed, residual = self._add_and_norm(second, hidden_states, residual)
         hidden_states = module.mlp(normed)
         if self.family.four_norms:
             hidden_states = module.post_feedforward_layernorm(hidden_states)
         return self._add(hidden_states, residual, self.after_mlp)
+
+    def _add_and_norm(self, norm: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The add and the norm inside the layer: in one operation where the norm module is plain, its weight at hand."""
+        plan = self.after_attention
+        plain = type(norm).__module__ == self.family.module_name and "_hf_hook" not in norm.__dict__
+        if not (plan.keep and plain and x.dtype == residual.dtype == norm.weight.dtype and x.dtype != torch.float32):
+            return self._norm(norm, self._add(x, residual, plan))
+        y, stored = self.operation(x, norm.weight, residual, norm_eps(norm))
+        self.channel.ready = stored, y
+        return norm(stored), stored
 
     def _norm(self, norm: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """The normed tensor, and the residual stream to go on with: the norm's own copy where it made one."""

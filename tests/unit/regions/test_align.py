@@ -207,6 +207,18 @@ def test_layers_left_out_compute_as_before(contract: str) -> None:
         assert torch.equal(model.model.layers[1](args[0].clone(), **kwargs), before[0])
 
 
+@pytest.mark.parametrize("preset", [w for w in WAYS if w != "hf-eager"])
+def test_add_and_norm_in_one_operation_or_in_two_give_the_same_bits(preset: str) -> None:
+    model = make_model("llama")
+    with rpadiag.align(model, contract=preset):
+        expected = step(model)
+    for layer in model.model.layers:  # as FSDP does to a module that it shards by itself
+        norm = layer.post_attention_layernorm
+        norm.__class__ = type("Sharded" + type(norm).__name__, (type(norm),), {})
+    with rpadiag.align(model, contract=preset):
+        assert_same(expected, step(model))
+
+
 def test_all_layers_named_is_all_layers() -> None:
     model = make_model("llama")
     with rpadiag.align(model):
