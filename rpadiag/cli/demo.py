@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from rpadiag.cli.bars import progress_on_stderr
+from rpadiag.cli.options import require_stacks
 from rpadiag.cli.output import print_findings, say
 from rpadiag.workflows.demo import MAX_TOKENS, REPLICATES, DemoOptions, run_demo
 from rpadiag.workflows.options import ROLLOUTS
@@ -29,8 +31,13 @@ def demo(
 ) -> None:
     """Compare, bisect and report on SmolLM2-135M: a few minutes on two CPU cores, no GPU, no hub."""
     options = DemoOptions(directory=into, rollout=rollout, max_tokens=max_tokens, replicates=replicates)
-    with progress_on_stderr() as progress:
-        done = run_demo(options, progress)
+    require_stacks(vllm=rollout == "vllm")
+    try:
+        with progress_on_stderr() as progress:
+            done = run_demo(options, progress)
+    except KeyboardInterrupt:
+        print(f"interrupted; what was written is under {into}, and the next demo goes beside it", file=sys.stderr)
+        raise
     say(done.sentence, style="bold")
     say()
     say("The three most important findings:")
