@@ -123,6 +123,9 @@ def norm_output(pair: Pair, ctx: Context) -> Iterator[Explanation]:
     fit_a, fit_b, source, added = min(tried, key=lambda t: min(t[0].residual, t[1].residual))
     z = source.reshape(-1, width)
     limit = 4 * pair.unit
+    if weight is None and min(fit_a.residual, fit_b.residual) > max(limit, 1e-6):
+        weight = common_weight(z, a)  # not known: what side A multiplied by stands for it
+        fit_a, fit_b = fit(z, weight, a), fit(z, weight, b)
     if max(fit_a.residual, fit_b.residual) > max(limit, 1e-6) and not _is_rescaled(fit_a, fit_b, limit):
         yield from _other_norm(pair, z, weight, fit_a, fit_b, limit)
         return
@@ -160,6 +163,24 @@ def _overflow(a: Tensor, b: Tensor, z: Tensor) -> Iterator[Explanation]:
                 code="overflow", severity="fatal", text=text, proof="solved", numbers={"side": side, "num_rows": n}
             )
             return
+
+
+def common_weight(z: Tensor, out: Tensor) -> Tensor:
+    """The factor of each column [C] in ``out = rstd[row] * z * factor``, float64, by alternating least squares.
+
+    Factors are scaled so that the row of largest norm has the inverse rms that no epsilon touches.
+    """
+    x, y = z.double(), out.double()
+    mean_square = x.square().mean(1)
+    rstd = (mean_square + 1e-30).rsqrt()
+    factor = torch.ones(x.shape[1], dtype=torch.float64)
+    for _ in range(4):
+        rows = x * rstd[:, None]
+        factor = (rows * y).sum(0) / rows.square().sum(0).clamp_min(1e-300)
+        columns = x * factor
+        rstd = (columns * y).sum(1) / columns.square().sum(1).clamp_min(1e-300)
+    top = mean_square.argmax()
+    return factor * rstd[top] * mean_square[top].sqrt()
 
 
 def _is_rescaled(a: NormFit, b: NormFit, limit: float) -> bool:

@@ -77,6 +77,15 @@ def test_epsilon_is_solved_without_the_weight() -> None:
     assert found.code == "epsilon" and found.numbers["eps_b"] == pytest.approx(1e-4, rel=0.05)
 
 
+def test_epsilon_is_solved_where_the_norm_has_a_weight_that_is_not_known() -> None:
+    x, w = normal(6, T, WIDTH) * torch.logspace(-3, 0, T)[:, None], normal(5, WIDTH).abs() + 0.5
+    outs = [x * (x.square().mean(1, keepdim=True) + e).rsqrt() * w for e in (1e-6, 1e-5)]
+    (found,) = diagnose_operation("layers.0.input_norm", *outs, {"embed": x}, head_dim=D)
+    assert found.code == "epsilon"
+    assert found.numbers["eps_a"] == pytest.approx(1e-6, rel=0.1)
+    assert found.numbers["eps_b"] == pytest.approx(1e-5, rel=0.1)
+
+
 def test_per_head_norm_epsilon_is_solved() -> None:
     q = (normal(7, T, WIDTH) * 0.05).bfloat16()
     heads = q.float().unflatten(-1, (-1, D))
