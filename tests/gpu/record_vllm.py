@@ -19,6 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from rpadiag.engines.merged import merged_projections
 from rpadiag.engines.trainer import TrainerEngine
 from rpadiag.engines.vllm import VllmEngine
 from rpadiag.regions.align import align
+from rpadiag.regions.presets import load_preset
 from rpadiag.sites import region_of
 from rpadiag.workflows.fingerprint import run_fingerprint
 from rpadiag.workflows.inputs import resolve_model
@@ -181,10 +183,14 @@ def eager(
         result = run_fingerprint(options)
         found["findings"] = [f.text for f in result.findings]
         found["regions"] = result.content.get("regions")
-    contract = home / "fingerprint.json"
-    with record.step("eager_aligned") as found:
-        p, first = trainer_scores(trainer, engine, bundle, contract=contract, regions=REGIONS, own_attention=False)
-        found |= statistics(p, q) | {"first_divergent": first}
+    contracts = contracts_on_device(home / "fingerprint.json")
+    best, contract = None, next(iter(contracts.values()))
+    for name, candidate in contracts.items():
+        with record.step(f"eager_aligned {name}") as found:
+            p, first = trainer_scores(trainer, engine, bundle, contract=candidate, regions=REGIONS, own_attention=False)
+            found |= statistics(p, q) | {"first_divergent": first}
+            if best is None or found["mean_abs_d"] < best:
+                best, contract = found["mean_abs_d"], candidate
     for left_out in (*REGIONS, "attention"):
         with record.step(f"eager_without_{left_out}") as found:
             regions = tuple(r for r in REGIONS if r != left_out)
@@ -193,6 +199,20 @@ def eager(
             )
             found |= statistics(p, q) | {"first_divergent": first, "first_region": region_of(first) if first else None}
     np.save(home / "eager_q.npy", q)
+
+
+def contracts_on_device(path: Path) -> dict[str, Any]:
+    """The fingerprinted contract with each order of the sum of squares and each mean.
+
+    Captures are fingerprinted on the CPU, whose rsqrt is not the GPU's, so level two is settled here, on the GPU.
+    """
+    base = load_preset(path)
+    norm = base.regions["rmsnorm"]
+    return {
+        f"reduction={r} mean={m}": replace(base, regions={**base.regions, "rmsnorm": norm.replace(reduction=r, mean=m)})
+        for r in ("warps8", "native")
+        for m in ("sum/n", "sum*(1/n)")
+    }
 
 
 def compiled(record: Recorder, args: Any, model: str, trainer: TrainerEngine, home: Path, length: int) -> None:
