@@ -49,7 +49,13 @@ def fingerprint(region: str, function: Any) -> Any:
     result = function(given, k.clone(), *tables)
     turned = result[0] if isinstance(result, tuple) else result
     as_rows = [t[0].transpose(0, 1).contiguous().cpu() for t in (q, turned)]
-    return fingerprint_rope(as_rows[0], positions, as_rows[1], cos=tables[0][0, :, :64].float().cpu(), sin=tables[1][0, :, :64].float().cpu())
+    return fingerprint_rope(
+        as_rows[0],
+        positions,
+        as_rows[1],
+        cos=tables[0][0, :, :64].float().cpu(),
+        sin=tables[1][0, :, :64].float().cpu(),
+    )
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Small launches of every kernel, forward and backward, for compute-sanitizer.
 
-    PYTHONPATH=kernels compute-sanitizer --tool memcheck python kernels/benchmarks/sanitize.py
-    PYTHONPATH=kernels compute-sanitizer --tool racecheck python kernels/benchmarks/sanitize.py
+PYTHONPATH=kernels compute-sanitizer --tool memcheck python kernels/benchmarks/sanitize.py
+PYTHONPATH=kernels compute-sanitizer --tool racecheck python kernels/benchmarks/sanitize.py
 """
 
 from __future__ import annotations

@@ -51,7 +51,9 @@ def inputs_of(region: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], int,
     return (*heads, *tables), grads, size, size
 
 
-def forward_and_backward(function: Callable[..., Any], inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> Callable[[], Any]:
+def forward_and_backward(
+    function: Callable[..., Any], inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...]
+) -> Callable[[], Any]:
     wanted = [t for t in inputs if t.requires_grad]
 
     def call() -> Any:
@@ -62,7 +64,9 @@ def forward_and_backward(function: Callable[..., Any], inputs: tuple[Tensor, ...
     return call
 
 
-def measure(name: str, function: Callable[..., Any], region: str, data: Any, copy: float, has_backward: bool) -> dict[str, Any]:
+def measure(
+    name: str, function: Callable[..., Any], region: str, data: Any, copy: float, has_backward: bool
+) -> dict[str, Any]:
     inputs, grads, forward_bytes, backward_bytes = data
     row: dict[str, Any] = {"region": region, "name": name}
     with torch.no_grad():
@@ -120,7 +124,13 @@ def main() -> None:
                     # New inputs for each: some implementations overwrite theirs.
                     found.append(measure(peer.name, function, region, inputs_of(region), copy, peer.has_backward))
                 except Exception as error:  # noqa: BLE001  one peer that fails must not hide the others
-                    found.append({"region": region, "name": peer.name, "absent": f"failed: {type(error).__name__}: {error}"[:300]})
+                    found.append(
+                        {
+                            "region": region,
+                            "name": peer.name,
+                            "absent": f"failed: {type(error).__name__}: {error}"[:300],
+                        }
+                    )
         for row in found:
             print_row(row)
         rows += found

@@ -73,7 +73,10 @@ def main() -> None:
         rows.append(measure(aligned))
         torch.cuda.empty_cache()
         row = rows[-1]
-        print(f"{row['name']:22s} {row['step_ms']:8.1f} ms  peak {row['peak_gib']:6.2f} GiB  loss {row['first_loss']:.4f}", flush=True)
+        print(
+            f"{row['name']:22s} {row['step_ms']:8.1f} ms  peak {row['peak_gib']:6.2f} GiB  loss {row['first_loss']:.4f}",
+            flush=True,
+        )
     if options.out:
         options.out.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
 

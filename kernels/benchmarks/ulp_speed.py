@@ -49,5 +49,7 @@ def measure_ulp(copy: float) -> list[dict[str, Any]]:
     ):
         share_of = num_bytes // 8 if "1/8" in name else num_bytes
         timing = time_calls(function)
-        rows.append({"region": "ulp", "name": name, "forward": {**asdict(timing), "share": timing.share(share_of, copy)}})
+        rows.append(
+            {"region": "ulp", "name": name, "forward": {**asdict(timing), "share": timing.share(share_of, copy)}}
+        )
     return rows

@@ -105,7 +105,12 @@ def _sources(x: Tensor, residual: Tensor | None, codes: dict[str, int]) -> tuple
 
 
 def reference_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, codes: dict[str, int], row_sum: Sum = torch_sum
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    codes: dict[str, int],
+    row_sum: Sum = torch_sum,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y [T, H], new residual [T, H] or [0, H], unrounded rstd [T] float32) of ``x`` [T, H]."""
     lp, num_columns = x.dtype, x.shape[-1]
@@ -158,13 +163,17 @@ def _rows(x: Tensor | None, num_columns: int) -> Tensor | None:
 
 
 @torch.library.custom_op("rpadiag::rmsnorm", mutates_args=(), device_types="cpu")
-def _op(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, contract: str) -> tuple[Tensor, Tensor, Tensor]:
+def _op(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, contract: str
+) -> tuple[Tensor, Tensor, Tensor]:
     """(y like x, new residual like x or [0], rstd like x without its last axis)."""
     return _run(reference_forward, x, residual, weight, eps, contract)
 
 
 @_op.register_kernel("cuda")
-def _(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, contract: str) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, contract: str
+) -> tuple[Tensor, Tensor, Tensor]:
     from rpadiag_kernels.gpu import rmsnorm as gpu
 
     return _run(gpu.forward, x, residual, weight, eps, contract)
@@ -180,7 +189,9 @@ def _run(
 
 
 @_op.register_fake
-def _(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, contract: str) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, contract: str
+) -> tuple[Tensor, Tensor, Tensor]:
     y = x.new_empty(x.shape)
     return y, x.new_empty(0 if residual is None else x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
@@ -215,7 +226,14 @@ def _run_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     h = x.shape[-1]
     dx, dw = backward(
-        _rows(dy, h), _rows(dsummed, h), _rows(x, h), _rows(residual, h), weight, rstd.reshape(-1), from_string(contract), need_dw
+        _rows(dy, h),
+        _rows(dsummed, h),
+        _rows(x, h),
+        _rows(residual, h),
+        weight,
+        rstd.reshape(-1),
+        from_string(contract),
+        need_dw,
     )
     return dx.reshape(x.shape), dw
 

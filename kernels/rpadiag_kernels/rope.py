@@ -53,7 +53,9 @@ def rope(q: Tensor, cos: Tensor, sin: Tensor, *, k: Tensor | None = None, **axes
 def _check(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, codes: dict[str, int]) -> None:
     lp_code(q, "rope")
     if not 2 <= q.dim() <= 4 or q.shape[-1] > MAX_HEAD_SIZE:
-        raise ValueError(f"rope takes two to four axes and head sizes up to {MAX_HEAD_SIZE}, not shape {tuple(q.shape)}")
+        raise ValueError(
+            f"rope takes two to four axes and head sizes up to {MAX_HEAD_SIZE}, not shape {tuple(q.shape)}"
+        )
     if cos.shape != sin.shape or cos.dtype != sin.dtype:
         raise ValueError(f"rope: cos is {tuple(cos.shape)} {cos.dtype}, sin is {tuple(sin.shape)} {sin.dtype}")
     if cos.dim() == 0 or cos.shape[-1] == 0 or 2 * cos.shape[-1] > q.shape[-1]:
@@ -94,7 +96,9 @@ def _closest(q: Tensor, axes: list[int]) -> int | None:
     return best
 
 
-def _pair(a: Tensor, c: Tensor, b: Tensor, s: Tensor, lp: torch.dtype, products: int, fused: int, toward_zero: bool) -> Tensor:
+def _pair(
+    a: Tensor, c: Tensor, b: Tensor, s: Tensor, lp: torch.dtype, products: int, fused: int, toward_zero: bool
+) -> Tensor:
     if products == 0:
         return store(to_lp(a * c, lp) + to_lp(b * s, lp), lp, toward_zero=toward_zero)
     if products == 2:

@@ -78,7 +78,13 @@ def reference(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     u = distance.abs()
     largest = u.max() if u.numel() else torch.zeros((), dtype=torch.int64)
     counts = [(u >= 2**k).sum() for k in range(16)]
-    counts += [(distance > 0).sum(), (growth > 0).sum(), flipped.sum(), distance.clamp(-8, 8).sum(), growth.clamp(-8, 8).sum()]
+    counts += [
+        (distance > 0).sum(),
+        (growth > 0).sum(),
+        flipped.sum(),
+        distance.clamp(-8, 8).sum(),
+        growth.clamp(-8, 8).sum(),
+    ]
     counts += [largest, (mag_a >= top).sum(), (mag_b >= top).sum(), mismatched.sum(), bad.sum()]
     x, y = (torch.where(bad, 0.0, t.double()) for t in (a, b))
     return torch.stack(counts), torch.stack([((y - x) ** 2).sum(), (x * x).sum(), (y * y).sum(), (x * y).sum()])

@@ -70,7 +70,9 @@ def summarise(region: str, found: Mapping[str, Fingerprint], *, plain: Sequence[
     if len(leaders) > 1:
         first = next(f for f in fused.values() if len(f.matches) > 1)
         return RegionSummary(**base, contract=None, reason=first.text, disagreeing=disagreeing)
-    if not any(f.status == "determined" for f in fused.values()):  # every site is ambiguous or short of rows: an intersection is not evidence enough
+    if not any(
+        f.status == "determined" for f in fused.values()
+    ):  # every site is ambiguous or short of rows: an intersection is not evidence enough
         first = next(iter(fused.values()))
         if first.reasons or (len(first.matches) > 1 and most < 2):
             return RegionSummary(**base, contract=None, reason=first.text, disagreeing=disagreeing)

@@ -28,7 +28,9 @@ def axes_of(contract: Any) -> dict[str, str]:
     return {name: value for name, value in contract.to_dict().items() if name != "region"}
 
 
-def rmsnorm_mismatches(contract: RmsNormContract, num_tokens: int, num_columns: int, dtype: torch.dtype, residual: bool) -> list[int]:
+def rmsnorm_mismatches(
+    contract: RmsNormContract, num_tokens: int, num_columns: int, dtype: torch.dtype, residual: bool
+) -> list[int]:
     from rpadiag_kernels.gpu import rmsnorm as gpu
     from rpadiag_kernels.rmsnorm import reference_backward, reference_forward
 
@@ -43,9 +45,7 @@ def rmsnorm_mismatches(contract: RmsNormContract, num_tokens: int, num_columns: 
     got = gpu.forward(x, r, w, EPS, codes)
     want = reference_forward(x, r, w, EPS, codes, row_sum=row_sum)
     got_grad = gpu.backward(dy, ds, x, r, w, got[2], codes, True)
-    want_grad = reference_backward(
-        dy, ds, x, r, w, want[2], codes, row_sum=row_sum, column_sum=reduction.column_sum
-    )
+    want_grad = reference_backward(dy, ds, x, r, w, want[2], codes, row_sum=row_sum, column_sum=reduction.column_sum)
     return [num_mismatches(a, b) for a, b in zip((*got, *got_grad), (*want, *want_grad), strict=True)]
 
 
@@ -114,7 +114,12 @@ def test_rmsnorm_of_strided_rows_equals_that_of_contiguous_rows() -> None:
 
     wide = values(64, 3 * 640, dtype=torch.bfloat16, seed=1, device="cuda")
     w = values(640, dtype=torch.bfloat16, seed=2, device="cuda")
-    for x in (wide[:, 640:1280], wide[::2, :1280:2], wide[:640, :64].t(), wide[:, :640].unsqueeze(1).expand(64, 2, 640)):
+    for x in (
+        wide[:, 640:1280],
+        wide[::2, :1280:2],
+        wide[:640, :64].t(),
+        wide[:, :640].unsqueeze(1).expand(64, 2, 640),
+    ):
         weight = w[: x.shape[-1]]
         assert num_mismatches(rmsnorm(x, weight, eps=EPS), rmsnorm(x.contiguous(), weight, eps=EPS)) == 0
 

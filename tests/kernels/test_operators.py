@@ -99,7 +99,10 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     cos, sin = angles(4, 8)
     contract = {region: to_string(encode(region, {})) for region in AXES}
     rstd = torch.rand(4)
-    q, k = (x.detach().view(4, 4, 16).clone().requires_grad_(), r.detach().view(4, 4, 16)[:, :1].clone().requires_grad_())
+    q, k = (
+        x.detach().view(4, 4, 16).clone().requires_grad_(),
+        r.detach().view(4, 4, 16)[:, :1].clone().requires_grad_(),
+    )
     ops = torch.ops.rpadiag
     return {
         "rmsnorm": (ops.rmsnorm.default, (x, r, w, EPS, contract["rmsnorm"])),
@@ -150,7 +153,9 @@ def test_torch_compile_keeps_the_operators_whole_and_their_bits() -> None:
 
     compiled = torch.compile(block, backend=backend, fullgraph=True)
     assert all(num_mismatches(a, b) == 0 for a, b in zip(gradients(compiled), gradients(block), strict=True))
-    assert {f"rpadiag.{name}" for name in ("rmsnorm", "rope", "swiglu")} <= {name.removesuffix(".default") for name in seen}
+    assert {f"rpadiag.{name}" for name in ("rmsnorm", "rope", "swiglu")} <= {
+        name.removesuffix(".default") for name in seen
+    }
     traced = torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=True)
     assert all(num_mismatches(a, b) == 0 for a, b in zip(gradients(traced), gradients(block), strict=True))
 
@@ -195,7 +200,10 @@ def test_gradient_through_the_new_residual_alone_reaches_both_inputs() -> None:
 
 
 def test_no_tokens_give_empty_results_and_a_zero_weight_gradient() -> None:
-    x, w = torch.empty(0, 32, dtype=torch.bfloat16, requires_grad=True), torch.ones(32, dtype=torch.bfloat16, requires_grad=True)
+    x, w = (
+        torch.empty(0, 32, dtype=torch.bfloat16, requires_grad=True),
+        torch.ones(32, dtype=torch.bfloat16, requires_grad=True),
+    )
     y = rpadiag_kernels.rmsnorm(x, w, eps=EPS)
     assert y.shape == (0, 32)
     assert not torch.autograd.grad(y.sum(), w)[0].any()

@@ -205,7 +205,9 @@ def forward(
     x = _row_major(x)
     r = x if residual is None else _row_major(residual)
     w = x if weight is None else weight.contiguous()
-    flags = {k.upper(): codes[k] for k in ("sum", "variance", "scale", "weight", "rstd", "store", "root", "mean", "order")}
+    flags = {
+        k.upper(): codes[k] for k in ("sum", "variance", "scale", "weight", "rstd", "store", "root", "mean", "order")
+    }
     with on_device(x):
         _forward[(triton.cdiv(num_tokens, tile.rows),)](
             x, r, w, y, summed, rstd,

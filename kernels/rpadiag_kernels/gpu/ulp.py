@@ -411,7 +411,10 @@ def _scan(
         if not PLAIN:  # patterns of subnormals: 2^-133 of bfloat16, 2^-24 of float16
             scale: tl.constexpr = 2.0**67 if LP == 0 else 2.0**12
             signed, magnitude = signed * scale, magnitude * scale
-            signed, magnitude = signed * (scale * 0.5 if LP == 0 else scale), magnitude * (scale * 0.5 if LP == 0 else scale)
+            signed, magnitude = (
+                signed * (scale * 0.5 if LP == 0 else scale),
+                magnitude * (scale * 0.5 if LP == 0 else scale),
+            )
         totals += tl.where(index == 19, signed.to(tl.int64), 0)
         totals += tl.where(index == 20, magnitude.to(tl.int64), 0)
     if WIDE:
