@@ -191,7 +191,7 @@ ATTRIBUTION = Table(
         _str(
             "design",
             "name",
-            "`each`: only this region differs; `all`: every region differs; `self`: same forward against itself",
+            "`each`: only this region is not aligned; `only`: only this region is aligned; `all`: none is; `self`: the same forward again",
         ),
         _f64("systematic_sq", "nats^2", "mean squared systematic part of a token; may be below 0", nullable=True),
         _f64("systematic_sq_se", "nats^2", "standard error of systematic_sq", nullable=True),
