@@ -19,7 +19,14 @@ def blocks(language: str) -> list[str]:
 
 
 def commands() -> list[str]:
-    return [line[2:] for block in blocks("console") for line in block.splitlines() if line.startswith("$ ")]
+    """What follows ``$ `` in the console blocks, with the ``> `` lines that continue it."""
+    found: list[str] = []
+    for line in "".join(blocks("console")).splitlines():
+        if line.startswith("$ "):
+            found.append(line[2:])
+        elif line.startswith("> "):
+            found[-1] += f"\n{line[2:]}"
+    return found
 
 
 @pytest.mark.vllm
@@ -30,7 +37,7 @@ def test_commands_of_the_first_look_work_one_after_another(tmp_path: Path, smoll
         done = subprocess.run(
             ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
         )
-        # two short prompts may be too few for bisect to rank: it then says so, with 2
+        # three short prompts may be too few for bisect to rank: it then says so, with 2
         allowed = {0, 2} if " bisect " in command else {0}
         assert done.returncode in allowed, f"{command}\n{done.stdout}\n{done.stderr}"
         if " compare " in command and "--align" not in command:
