@@ -264,6 +264,6 @@ def _finding(site: str, role: Role, found: Sequence[Explanation], *, rank: int) 
         text=f"{REGION_WORDS.get(region, region)} ({site}): " + "; ".join(e.text for e in found),
         region=region,
         site=site,
-        numbers={"site_severity": main.severity, **numbers},
+        numbers={"site_severity": main.severity, "proof": main.proof, **numbers},
         rank=rank,
     )

@@ -29,17 +29,20 @@ def diagnose_operation(
     positions: Tensor | None = None,
     weight: Tensor | None = None,
     eps: float | None = None,
+    inv_freq: Tensor | None = None,
     contracts: ContractReader | None = None,
 ) -> list[Finding]:
     """Why ``trainer`` and ``rollout`` [T, W] differ at ``site`` although both operations read ``reads`` (by site).
 
-    positions: int64 [T], for RoPE. weight, eps: of a norm, where known. Empty when they are equal.
+    positions: int64 [T] and inv_freq: float32 [D/2], for RoPE. weight, eps: of a norm, where known. Empty when they are equal.
     """
     _, point = split_site(site)
     given = {split_site(s)[1]: t for s, t in reads.items()}
     inputs: dict[str, Any] = {}
     if positions is not None:
         inputs["positions"] = positions
+    if inv_freq is not None:
+        inputs["inv_freq"] = inv_freq
     if weight is not None:
         inputs["weight"] = weight
     if eps is not None:

@@ -44,12 +44,14 @@ class Control:
     """FP32 control: per-site statistics and the end-to-end difference, both in FP32.
 
     mean_abs_d: nats, None where not scored. reason: why there is no control.
+    explained: what kind of fault the most suspicious operation has, with its parameter solved, where the data says.
     """
 
     aggregate: Aggregate | None = None
     mean_abs_d: float | None = None
     num_tokens: int = 0
     reason: str | None = None
+    explained: tuple[Finding, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,13 +173,15 @@ def _mistake_in_fp32(e: Evidence) -> Verdict | None:
             evidence=(_control_finding(e),),
         )
     site, rel = suspects[0]
+    explained = tuple(f for f in control.explained if f.site == site)
+    what = f" What it looks like: {explained[0].text.rstrip('.')}." if explained else ""
     return Verdict(
         kind="different computation",
         sentence=f"Different computation at {site} ({region_of(site)}): in FP32 and fed the same input, its output is off by "
         f"{rel:.1e} (relative L2), a {_times(rel / FP32_LOCAL_REL_L2)} the limit for rounding. {fp32}. Check this operation's "
-        f"{_suspicion(site)} before aligning anything.",
+        f"{_suspicion(site)} before aligning anything.{what}",
         site=site,
-        evidence=(_control_finding(e), *_suspect_findings(suspects, "fp32"), *_position_findings(e)),
+        evidence=(*explained, _control_finding(e), *_suspect_findings(suspects, "fp32"), *_position_findings(e)),
     )
 
 
@@ -224,6 +228,12 @@ def _rounding_only(e: Evidence) -> Verdict:
         site=e.aggregate.first_divergent(),
         evidence=(_control_finding(e), *biased, *_local_findings(e), *_position_findings(e)),
     )
+
+
+def most_suspicious(aggregate: Aggregate) -> str | None:
+    """Site of an FP32 aggregate whose operation is furthest off on identical input, if any is beyond rounding."""
+    found = _suspects(aggregate, FP32_LOCAL_REL_L2, positions=PositionCheck(kind="equal"))
+    return found[0][0] if found else None
 
 
 def _suspects(aggregate: Aggregate, limit: float, *, positions: PositionCheck) -> list[tuple[str, float]]:

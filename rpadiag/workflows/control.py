@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rpadiag.compare.aggregate import Aggregate
 from rpadiag.compare.pairing import Pairing, SequencePair
-from rpadiag.compare.verdict import Control
+from rpadiag.compare.verdict import Control, most_suspicious
+from rpadiag.findings import Finding
 from rpadiag.runs import RunWriter
+from rpadiag.sites import split_site
 from rpadiag.workflows.inputs import Inputs, load_trainer
 from rpadiag.workflows.options import CompareOptions
 from rpadiag.workflows.progress import Progress
@@ -18,6 +22,7 @@ from rpadiag.workflows.rollout import Rollout
 
 if TYPE_CHECKING:
     from rpadiag.engines.base import TokenSequence
+    from rpadiag.engines.trainer import TrainerEngine
 
 CONTROL_TOKENS = 256  # a mistake shows on every token; more tokens cost time and tell nothing new
 HEADROOM_BYTES = 2 << 30  # activations and the engine's own buffers, beside two FP32 copies of the weights
@@ -67,8 +72,47 @@ def fp32_control(
             run.add_sites(rows)
             differences.append(np.abs(scores.logprob.astype(np.float64) - result.scores.logprob))
             bar.advance()
+        explained = _explain(trainer, rollout, pairing.aggregate, chosen[0], scratch / "suspect")
     every = np.concatenate(differences)
-    return Control(aggregate=pairing.aggregate, mean_abs_d=float(every.mean()), num_tokens=len(every))
+    return Control(
+        aggregate=pairing.aggregate, mean_abs_d=float(every.mean()), num_tokens=len(every), explained=explained
+    )
+
+
+def _explain(
+    trainer: TrainerEngine, rollout: Rollout, aggregate: Aggregate, sequence: TokenSequence, directory: Path
+) -> tuple[Finding, ...]:
+    """What kind of fault the most suspicious operation has: one more capture of it and of what it reads, in FP32."""
+    site = most_suspicious(aggregate)
+    if site is None:
+        return ()
+    import torch
+
+    from rpadiag.compare.diagnose_operation import diagnose_operation
+    from rpadiag.engines.bundle import open_bundle
+
+    reads = trainer.reads(site)
+    rollout.engine.score([sequence], sites=[site, *reads], bundle_dir=directory)
+    capture = open_bundle(directory).capture(0)
+    given = {name: capture.read(name) for name in reads}
+    positions = None if capture.positions is None else torch.as_tensor(capture.positions)
+    path, _ = trainer.family.source(site, stack="trainer", num_layers=trainer.facts.num_layers)
+    point = split_site(site)[1]
+    module: Any = trainer.model.get_submodule(path) if point.endswith("norm") else None
+    rotary: Any = trainer.model.get_submodule(trainer.family.trainer_rotary) if point.endswith("rope") else None
+    found = diagnose_operation(
+        site,
+        trainer.replay(site, list(given.values()), positions=positions),
+        capture.read(site),
+        given,
+        head_dim=trainer.facts.head_dim,
+        positions=positions,
+        weight=getattr(module, "weight", None),
+        eps=getattr(module, "variance_epsilon", None),
+        inv_freq=getattr(rotary, "inv_freq", None),
+    )
+    # only what holds bit for bit or was solved from the data is passed on; a likeness would be a guess
+    return tuple(replace(f, site=site, rank=0) for f in found[:1] if f.numbers.get("proof") in ("identity", "solved"))
 
 
 def subset(sequences: Sequence[TokenSequence], budget: int) -> list[TokenSequence]:

@@ -72,12 +72,14 @@ def test_the_stacks_as_they_are_differ_by_rounding_only(compared: Callable[..., 
 def test_a_wrong_epsilon_is_a_different_computation_at_a_norm(compared: Callable[..., Comparison]) -> None:
     def plant(trainer: TrainerEngine) -> None:
         for norm in norms(trainer):
-            norm.variance_epsilon = norm.variance_epsilon * 10
+            norm.variance_epsilon = norm.variance_epsilon / 10
 
     verdict = compared(plant).verdict
     assert verdict.kind == "different computation"
     assert split_site(verdict.site or "")[1] in ("input_norm", "post_norm", "final_norm")
     assert "epsilon" in verdict.sentence
+    told = verdict.sentence.partition("What it looks like: ")[2]
+    assert "eps A = 1e-06, B = 1e-05" in told
 
 
 def test_a_wrong_rope_base_is_a_different_computation_at_rope(compared: Callable[..., Comparison]) -> None:
