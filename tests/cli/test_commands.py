@@ -130,9 +130,11 @@ def test_bisect_prints_every_region_with_its_error_and_leaves_with_its_verdict(
 
 
 def test_fingerprint_of_the_trainer_writes_what_align_reads(
-    tiny: Callable[[str], Path], prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "contract.json"
+    prompts = tmp_path / "long.txt"  # a norm is determined by rows, one a token, and 64 is the least
+    prompts.write_text("\n".join(f"The model number {n} was trained on tokens that an engine sampled." for n in range(8)))
     model = str(tiny("llama"))
     assert run(["fingerprint", model, str(prompts), "--stack", "trainer", "--output", str(file)]) == 0
     shown = capsys.readouterr()
