@@ -25,7 +25,7 @@ AXES: dict[str, dict[str, tuple[str, ...]]] = {
         "order": ("(x*r)*w", "x*(r*w)", "(x*w)*r"),
         "dn": ("lp", "fp32"),
         "dw": ("lp", "lp-xhat", "fp32"),
-        "reduction": ("native", "lanes8"),
+        "reduction": ("native", "lanes8", "warps8"),
         "dsum": ("lp", "fp32"),
     },
     "rope": {

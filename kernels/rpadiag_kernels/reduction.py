@@ -16,7 +16,7 @@ LANES = 32
 ELEMENTS_PER_THREAD = 16
 MAX_WARPS = 16
 MIN_TILE = 1024
-NUM_PROGRAMS = 132  # of a kernel that reduces over tokens: fixed, so that bits do not depend on the GPU
+WARPS_IN_FLIGHT = 132 * 8  # of a kernel that reduces over tokens: fixed, so that bits do not depend on the GPU
 MIN_COLUMNS, MAX_COLUMNS = 1, 16384
 STAGE_TWO_ROWS = 32
 
@@ -89,9 +89,14 @@ def column_sum(terms: Tensor) -> Tensor:
     return partial_sum(total)
 
 
+def num_programs(num_columns: int) -> int:
+    """Programs of a kernel that reduces over tokens: 132 wide ones, more where a row needs fewer warps."""
+    return max(132, WARPS_IN_FLIGHT // Tile.of(num_columns).warps)
+
+
 def num_partials(num_columns: int) -> int:
     """Partials of a sum over tokens: programs times rows of a tile."""
-    return NUM_PROGRAMS * Tile.of(num_columns).rows
+    return num_programs(num_columns) * Tile.of(num_columns).rows
 
 
 def partial_sum(partials: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from rpadiag_kernels.axes import check_same, encode, from_string, lp_code, to_string
+from rpadiag_kernels.operators import operator
 from rpadiag_kernels.reduction import MAX_COLUMNS
 from rpadiag_kernels.rounding import store, to_lp
 
@@ -81,10 +82,37 @@ def lane_sum(x: Tensor) -> Tensor:
     total, *rest = torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)).split(8, dim=-1)
     for part in rest:
         total = total + part
-    first, *others = total.split(1, dim=-1)
-    for lane in others:
-        first = first + lane
-    return first
+    return _in_order(total)
+
+
+def warp_sum(x: Tensor, *, fused: bool) -> Tensor:
+    """Row sums [T, 1] as vLLM's CUDA norms add (reduction=warps8): a thread adds the 8 columns of its vector (``fused``
+    with the residual add: in pairs), then its next vectors; neighbours of a warp in a tree; warps one after another.
+    A block has 1024 threads for fewer than 256 rows, else 256, and no more warps than there are vectors."""
+    vectors = torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)).reshape(x.shape[0], -1, 8)
+    if fused:
+        vectors = vectors[:, :, 0::2] + vectors[:, :, 1::2]
+    sums = _in_order(vectors).squeeze(-1)
+    threads = min(-(-sums.shape[1] // 32) * 32, 1024 if x.shape[0] < 256 else 256)
+    turns = torch.nn.functional.pad(sums, (0, -sums.shape[1] % threads)).reshape(x.shape[0], -1, threads)
+    lanes = _in_order(turns.transpose(1, 2)).reshape(x.shape[0], -1, 32)
+    while lanes.shape[-1] > 1:
+        lanes = lanes[..., 0::2] + lanes[..., 1::2]
+    return _in_order(lanes.squeeze(-1))
+
+
+def _in_order(x: Tensor) -> Tensor:
+    """Sum over the last axis, kept with size 1, from the first element to the last."""
+    total, *rest = x.split(1, dim=-1)
+    for part in rest:
+        total = total + part
+    return total
+
+
+def _sum_of(x: Tensor, row_sum: Sum, codes: dict[str, int], *, fused: bool) -> Tensor:
+    if codes["reduction"] == 1:
+        return lane_sum(x)
+    return warp_sum(x, fused=fused) if codes["reduction"] == 2 else row_sum(x)
 
 
 def _effective_weight(weight: Tensor, lp: torch.dtype, codes: dict[str, int]) -> Tensor:
@@ -115,7 +143,7 @@ def reference_forward(
     """(y [T, H], new residual [T, H] or [0, H], unrounded rstd [T] float32) of ``x`` [T, H]."""
     lp, num_columns = x.dtype, x.shape[-1]
     stored, squared, source = _sources(x, residual, codes)
-    total = (lane_sum if codes["reduction"] == 1 else row_sum)(squared * squared)
+    total = _sum_of(squared * squared, row_sum, codes, fused=residual is not None)
     mean = _divide(total, num_columns) if codes["mean"] == 0 else total * (1.0 / num_columns)
     # torch.sqrt on CPUs is not always rounded to nearest; the float64 root, rounded, is.
     rstd = torch.rsqrt(mean + eps) if codes["root"] == 0 else 1.0 / (mean + eps).double().sqrt().float()
@@ -162,7 +190,7 @@ def _rows(x: Tensor | None, num_columns: int) -> Tensor | None:
     return None if x is None else x.reshape(-1, num_columns)
 
 
-@torch.library.custom_op("rpadiag::rmsnorm", mutates_args=(), device_types="cpu")
+@operator("rpadiag::rmsnorm")
 def _op(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, contract: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -196,7 +224,7 @@ def _(
     return y, x.new_empty(0 if residual is None else x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("rpadiag::rmsnorm_backward", mutates_args=(), device_types="cpu")
+@operator("rpadiag::rmsnorm_backward")
 def _backward_op(
     dy: Tensor, dsummed: Tensor | None, x: Tensor, residual: Tensor | None, weight: Tensor | None, rstd: Tensor,
     contract: str, need_dw: bool,

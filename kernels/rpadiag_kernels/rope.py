@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rpadiag_kernels.axes import encode, from_string, lp_code, to_string
+from rpadiag_kernels.operators import operator
 from rpadiag_kernels.rounding import fma, fma_lp, store, to_lp
 
 MAX_HEAD_SIZE = 512
@@ -168,7 +169,7 @@ def _on_cuda(
     return q_out, k_out
 
 
-@torch.library.custom_op("rpadiag::rope", mutates_args=(), device_types="cpu")
+@operator("rpadiag::rope")
 def _op(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, heads: int, contract: str) -> tuple[Tensor, Tensor]:
     """(q turned, k turned or [0]); cos and sin have the leading axes of q without axis ``heads``, then R/2."""
     return _on_cpu(q, k, cos, sin, heads, contract, False)
@@ -184,7 +185,7 @@ def _(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, heads: int, contrac
     return _outputs(q, k)
 
 
-@torch.library.custom_op("rpadiag::rope_backward", mutates_args=(), device_types="cpu")
+@operator("rpadiag::rope_backward")
 def _backward_op(
     dq: Tensor, dk: Tensor | None, cos: Tensor, sin: Tensor, heads: int, contract: str
 ) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from rpadiag_kernels.axes import check_same, encode, from_string, lp_code, to_string
+from rpadiag_kernels.operators import operator
 from rpadiag_kernels.rounding import store, to_lp
 
 LOG2_E = 1.4426950408889634
@@ -82,7 +83,7 @@ def reference_backward(dy: Tensor, gate: Tensor, up: Tensor, codes: dict[str, in
     return dgate.to(lp), (d * silu).to(lp)
 
 
-@torch.library.custom_op("rpadiag::swiglu", mutates_args=(), device_types="cpu")
+@operator("rpadiag::swiglu")
 def _op(gate: Tensor, up: Tensor, contract: str) -> Tensor:
     """Like gate, contiguous."""
     return reference_forward(gate, up, from_string(contract)).contiguous()
@@ -100,7 +101,7 @@ def _(gate: Tensor, up: Tensor, contract: str) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-@torch.library.custom_op("rpadiag::swiglu_backward", mutates_args=(), device_types="cpu")
+@operator("rpadiag::swiglu_backward")
 def _backward_op(dy: Tensor, gate: Tensor, up: Tensor, contract: str) -> tuple[Tensor, Tensor]:
     """(dgate, dup), contiguous."""
     dgate, dup = reference_backward(dy, gate, up, from_string(contract))

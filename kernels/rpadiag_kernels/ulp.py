@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rpadiag_kernels.axes import check_same, lp_code
+from rpadiag_kernels.operators import operator
 
 NUM_BINS = 17
 INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}
@@ -90,7 +91,7 @@ def reference(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(counts), torch.stack([((y - x) ** 2).sum(), (x * x).sum(), (y * y).sum(), (x * y).sum()])
 
 
-@torch.library.custom_op("rpadiag::ulp_counts", mutates_args=(), device_types="cpu")
+@operator("rpadiag::ulp_counts")
 def _op(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """See :func:`reference`."""
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)

@@ -194,7 +194,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y [T, H], summed residual [T, H] or [0, H], rstd [T]) of ``x`` [T, H] and ``residual`` [T, H], any strides."""
     if codes["reduction"] != 0:
-        raise ValueError("rmsnorm: reduction=lanes8 is an order of CPU kernels; the CUDA kernel has its own only")
+        raise ValueError("rmsnorm: the CUDA kernel adds in its own order (reduction=native) only")
     num_tokens, num_columns = x.shape
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     summed = torch.empty_like(y) if residual is not None else y.new_empty(0, num_columns)
@@ -241,7 +241,7 @@ def backward(
     w = x if weight is None else weight.contiguous()
     flags = {k.upper(): codes[k] for k in ("sum", "variance", "scale", "weight", "rstd", "store", "dn", "dw", "dsum")}
     with on_device(x):
-        _backward[(reduction.NUM_PROGRAMS,)](
+        _backward[(reduction.num_programs(num_columns),)](
             dy, ds, x, r, w, rstd, dx, partial,
             num_tokens, num_columns, triton.cdiv(num_tokens, partials),
             dy.stride(0), ds.stride(0), x.stride(0), r.stride(0),

@@ -24,13 +24,13 @@ from torch import Tensor
 from rpadiag_kernels.axes import LP_CODES
 from rpadiag_kernels.gpu.device import INTERPRETING, on_device
 
-NUM_PROGRAMS = 660
+NUM_PROGRAMS = 396
 WARPS = 4
-MAX_REGISTERS = 96  # five programs on a multiprocessor
+MAX_REGISTERS = 168  # three programs on a multiprocessor
 THREADS = 32 * WARPS
 TILE = 4 * THREADS  # words of one load
 CHUNK = 8 * TILE  # words between two ripples
-CHUNKS_PER_DRAIN = 63  # eleven bit slices count to 2047 words of a thread: 63 chunks of 32, and 31 more
+CHUNKS_PER_DRAIN = 31  # ten bit slices count to 1023 words of a thread: 31 chunks of 32, and 31 more
 NUM_COUNTS = 26  # as in rpadiag_kernels.ulp.reference
 NUM_SUMS = 4
 SMALL_SUM = 2.0**-60
@@ -263,25 +263,25 @@ def _quarters(x, THREADS: tl.constexpr):
 
 
 @triton.jit
-def _count_four(low, codes, INTERPRET: tl.constexpr):
-    """Take four words into the slices of weight 1 and 2; returns them and the carry of weight 4."""
+def _count_load(low, x, THREADS: tl.constexpr, INTERPRET: tl.constexpr):
+    """Take the four words of each thread into the slices of weight 1 and 2; returns them and the carry of weight 4."""
     ones, twos = low
-    ones, carry = _full_adder(ones, codes[0], codes[1], INTERPRET)
-    ones, carry_2 = _full_adder(ones, codes[2], codes[3], INTERPRET)
+    first, second, third, fourth = _quarters(x, THREADS)
+    ones, carry = _full_adder(ones, first, second, INTERPRET)
+    ones, carry_2 = _full_adder(ones, third, fourth, INTERPRET)
     twos, carry = _full_adder(twos, carry, carry_2, INTERPRET)
     return (ones, twos), carry
 
 
 @triton.jit
 def _ripple(slices, carry):
-    """Add a carry of weight 32 to the slices of weight 32 to 1024."""
-    s0, s1, s2, s3, s4, s5 = slices
+    """Add a carry of weight 32 to the slices of weight 32 to 512."""
+    s0, s1, s2, s3, s4 = slices
     carry_1 = s0 & carry
     carry_2 = s1 & carry_1
     carry_3 = s2 & carry_2
     carry_4 = s3 & carry_3
-    carry_5 = s4 & carry_4
-    return s0 ^ carry, s1 ^ carry_1, s2 ^ carry_2, s3 ^ carry_3, s4 ^ carry_4, s5 ^ carry_5
+    return s0 ^ carry, s1 ^ carry_1, s2 ^ carry_2, s3 ^ carry_3, s4 ^ carry_4
 
 
 @triton.jit
@@ -291,7 +291,7 @@ def _count_of_bit(low, middle, high, bit: tl.constexpr, WIDE: tl.constexpr):
     total = ((low[0] >> bit) & one) + (((low[1] >> bit) & one) << 1)
     for i in tl.static_range(3):
         total += ((middle[i] >> bit) & one) << (2 + i)
-    for i in tl.static_range(6):
+    for i in tl.static_range(5):
         total += ((high[i] >> bit) & one) << (5 + i)
     if not WIDE:
         total = (total & 0xFFFF) + (total >> 16)
@@ -305,35 +305,15 @@ def _bit_of(k: tl.constexpr, WIDE: tl.constexpr, INTERPRET: tl.constexpr) -> tl.
 
 
 @triton.jit
-def _flush(total, words, LP: tl.constexpr, PLAIN: tl.constexpr):
-    """float32 totals plus the small integers of ``words``, which the caller sets to zero."""
+def _flush(total, words, LP: tl.constexpr, PLAIN: tl.constexpr, THREADS: tl.constexpr):
+    """float32 totals [THREADS] plus the small integers of ``words`` [4 * THREADS], which the caller sets to zero."""
+    first, second, third, fourth = _quarters(words, THREADS)
     if PLAIN:
-        return total + words.to(tl.float32)
+        return total + ((first + second) + (third + fourth)).to(tl.float32)
     else:
-        low, high = _values(words, LP)
+        x = _add_packed(_add_packed(first, second, LP), _add_packed(third, fourth, LP), LP)
+        low, high = _values(x, LP)
         return total + (low + high)
-
-
-@triton.jit
-def _take_word(state, a, b, LP: tl.constexpr, CAREFUL: tl.constexpr, INTERPRET: tl.constexpr):
-    """((float sums, largest distance, direction words, non-finite counts) after one word of each thread, its code)."""
-    WIDE: tl.constexpr = LP == 2
-    rest: tl.constexpr = 0x7FFFFFFF if WIDE else 0x7FFF7FFF
-    infinity: tl.constexpr = 0x7F80 if LP == 0 else 0x7C00
-    sums, largest, words, bad = state
-    if CAREFUL:
-        if WIDE:
-            bad, a, b = _set_aside(bad, a, b, 0, 0x7FFFFFFF, 0x7F800000)
-        else:
-            bad, a, b = _set_aside(bad, a, b, 0, 0x7FFF, infinity)
-            bad, a, b = _set_aside(bad, a, b, 16, 0x7FFF, infinity)
-    sums = _add_words(sums, a, b, LP, CAREFUL)
-    hi, lo, flipped, grown, up = _compare(a, b, LP, INTERPRET)
-    u = (hi - lo) + ((lo & flipped & rest) << 1)
-    largest = _maximum(largest, u, WIDE, INTERPRET)
-    clipped = _minimum(u, 8, WIDE, INTERPRET)
-    words = _add_directions(words, clipped, flipped, grown, up, LP, WIDE or INTERPRET)
-    return (sums, largest, words, bad), _thermometer(u, WIDE, INTERPRET)
 
 
 @triton.jit
@@ -345,36 +325,44 @@ def _scan(
     WIDE: tl.constexpr = LP == 2
     TILE: tl.constexpr = 4 * THREADS
     PLAIN: tl.constexpr = WIDE or INTERPRET
+    rest: tl.constexpr = 0x7FFFFFFF if WIDE else 0x7FFF7FFF
+    infinity: tl.constexpr = 0x7F80 if LP == 0 else 0x7C00
     index = tl.arange(0, 32)
     totals = tl.zeros([32], tl.int64)
     none = tl.zeros([THREADS], tl.int32)
-    largest = none
+    largest = tl.zeros([TILE], tl.int32)
     float_type: tl.constexpr = tl.float64 if CAREFUL else tl.float32
-    no_sum = tl.zeros([THREADS], float_type)
+    no_sum = tl.zeros([TILE], float_type)
     sums = (no_sum, no_sum, no_sum, no_sum)
-    bad = (none, none, none, none)
+    zero = tl.zeros([TILE], tl.int32)
+    bad = (zero, zero, zero, zero)
     num_chunks = tl.cdiv(num_words, 8 * TILE)
     stride = tl.num_programs(0).to(tl.int64)
     for first in range(tl.program_id(0).to(tl.int64), num_chunks, stride * DRAIN):
-        code_low, code_middle = (none, none), (none, none, none)
-        code_high = (none, none, none, none, none, none)
+        code_low, code_middle, code_high = (none, none), (none, none, none), (none, none, none, none, none)
         none_f = tl.zeros([THREADS], tl.float32)
         directions = (none_f, none_f, none_f, none_f, none_f, none_f, none_f)
         for chunk in range(first, tl.minimum(first + stride * DRAIN, num_chunks), stride):
-            state = (sums, largest, (none, none, none, none, none, none, none), bad)
+            words = (zero, zero, zero, zero, zero, zero, zero)
             code_four, code_eight, code_sixteen = none, none, none
             for step in tl.static_range(8):
                 offsets = chunk * (8 * TILE) + step * TILE + tl.arange(0, TILE)
                 mask = offsets < num_words
                 a = tl.load(a_ptr + offsets, mask=mask, other=0)
                 b = tl.load(b_ptr + offsets, mask=mask, other=0)
-                a0, a1, a2, a3 = _quarters(a, THREADS)
-                b0, b1, b2, b3 = _quarters(b, THREADS)
-                state, code_0 = _take_word(state, a0, b0, LP, CAREFUL, INTERPRET)
-                state, code_1 = _take_word(state, a1, b1, LP, CAREFUL, INTERPRET)
-                state, code_2 = _take_word(state, a2, b2, LP, CAREFUL, INTERPRET)
-                state, code_3 = _take_word(state, a3, b3, LP, CAREFUL, INTERPRET)
-                code_low, carry = _count_four(code_low, (code_0, code_1, code_2, code_3), INTERPRET)
+                if CAREFUL:
+                    if WIDE:
+                        bad, a, b = _set_aside(bad, a, b, 0, 0x7FFFFFFF, 0x7F800000)
+                    else:
+                        bad, a, b = _set_aside(bad, a, b, 0, 0x7FFF, infinity)
+                        bad, a, b = _set_aside(bad, a, b, 16, 0x7FFF, infinity)
+                sums = _add_words(sums, a, b, LP, CAREFUL)
+                hi, lo, flipped, grown, up = _compare(a, b, LP, INTERPRET)
+                u = (hi - lo) + ((lo & flipped & rest) << 1)
+                largest = _maximum(largest, u, WIDE, INTERPRET)
+                clipped = _minimum(u, 8, WIDE, INTERPRET)
+                words = _add_directions(words, clipped, flipped, grown, up, LP, PLAIN)
+                code_low, carry = _count_load(code_low, _thermometer(u, WIDE, INTERPRET), THREADS, INTERPRET)
                 fours, eights, sixteens = code_middle
                 if step % 2 == 0:
                     code_four = carry
@@ -390,13 +378,12 @@ def _scan(
                             sixteens, carry = _full_adder(sixteens, code_sixteen, carry, INTERPRET)
                             code_high = _ripple(code_high, carry)
                 code_middle = (fours, eights, sixteens)
-            sums, largest, words, bad = state
             d0, d1, d2, d3, d4, d5, d6 = directions
             directions = (
-                _flush(d0, words[0], LP, PLAIN), _flush(d1, words[1], LP, PLAIN),
-                _flush(d2, words[2], LP, PLAIN), _flush(d3, words[3], LP, PLAIN),
-                _flush(d4, words[4], LP, PLAIN), _flush(d5, words[5], LP, PLAIN),
-                _flush(d6, words[6], LP, PLAIN),
+                _flush(d0, words[0], LP, PLAIN, THREADS), _flush(d1, words[1], LP, PLAIN, THREADS),
+                _flush(d2, words[2], LP, PLAIN, THREADS), _flush(d3, words[3], LP, PLAIN, THREADS),
+                _flush(d4, words[4], LP, PLAIN, THREADS), _flush(d5, words[5], LP, PLAIN, THREADS),
+                _flush(d6, words[6], LP, PLAIN, THREADS),
             )  # fmt: skip
         for k in tl.static_range(16):
             count = _count_of_bit(code_low, code_middle, code_high, _bit_of(k, WIDE, INTERPRET), WIDE)
