@@ -3,13 +3,18 @@
 #   PIP_ARGS='...'       more arguments for pip, e.g. --extra-index-url of an index with CPU builds of torch
 #   BROWSER=no           leave out the report tests that need headless Chromium
 #   PYTEST_ARGS='...'    more arguments for pytest
+#   WORKERS=2            test files at a time
 
 SHELL := /bin/bash
 PYTHON ?= python3
 PIP_ARGS ?=
 BROWSER ?= yes
 PYTEST_ARGS ?=
+WORKERS ?= 2
 BIN := .venv/bin
+# One thread a process: the engines of both stacks then agree in how they split products, and two workers do not wait
+# for one another's threads.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -p no:cacheprovider -n $(WORKERS) --dist loadfile
 export PIP_ARGS
 
 .PHONY: setup demo test lint lock clean
@@ -26,10 +31,10 @@ demo: setup
 
 test: setup
 ifeq ($(BROWSER),no)
-	$(BIN)/python -m pytest -p no:cacheprovider -m "not browser" $(PYTEST_ARGS)
+	$(PYTEST) -m "not browser" $(PYTEST_ARGS)
 else
 	@$(PYTHON) .ci/environment.py check-browser
-	$(BIN)/python -m pytest -p no:cacheprovider $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 endif
 
 lint: setup
