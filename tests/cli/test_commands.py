@@ -134,7 +134,9 @@ def test_fingerprint_of_the_trainer_writes_what_align_reads(
 ) -> None:
     file = tmp_path / "contract.json"
     prompts = tmp_path / "long.txt"  # a norm is determined by rows, one a token, and 64 is the least
-    prompts.write_text("\n".join(f"The model number {n} was trained on tokens that an engine sampled." for n in range(8)))
+    prompts.write_text(
+        "\n".join(f"The model number {n} was trained on tokens that an engine sampled." for n in range(8))
+    )
     model = str(tiny("llama"))
     assert run(["fingerprint", model, str(prompts), "--stack", "trainer", "--output", str(file)]) == 0
     shown = capsys.readouterr()
