@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+# A background job of a shell inherits SIGINT ignored, and so would every command that a test interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # `from tiny import ...` in every test folder; importlib mode adds no folder to the path by itself.
 sys.path.insert(0, str(Path(__file__).parent))

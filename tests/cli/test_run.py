@@ -185,11 +185,14 @@ def test_sigint_while_working_leaves_with_130_and_says_so(tmp_path: Path, tiny: 
         text=True,
     )
     assert child.stderr is not None
-    for line in child.stderr:
-        if line.startswith("rounding replicates"):
-            break
-    child.send_signal(signal.SIGINT)
-    _, problems = child.communicate(timeout=60)
+    try:
+        for line in child.stderr:
+            if line.startswith("rounding replicates"):
+                break
+        child.send_signal(signal.SIGINT)
+        _, problems = child.communicate(timeout=60)
+    finally:
+        child.kill()
     assert child.returncode == 130
     assert f"{where} is left with status interrupted" in problems
     assert json.loads((where / "manifest.json").read_text(encoding="utf-8"))["status"] == "interrupted"

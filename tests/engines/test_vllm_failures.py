@@ -22,8 +22,7 @@ from rpadiag.errors import EngineError, InputError, MissingDependencyError, Usag
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 START = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell inherits it ignored
+import sys
 from rpadiag.engines.vllm import VllmEngine
 from rpadiag.errors import EngineError
 try:
