@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
-import traceback
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -105,6 +103,8 @@ def _usage(error: Any) -> int:
 
 def _expected(error: RpadiagError, *, debug: bool) -> int:
     if debug:
+        import traceback
+
         traceback.print_exception(error)
     print(f"error: {error.message}", file=sys.stderr)
     if error.detail:
@@ -121,6 +121,9 @@ def _closed_pipe() -> int:
 
 
 def _bug(error: Exception, *, debug: bool) -> int:
+    import tempfile
+    import traceback
+
     print(f"error: this is a bug in rpadiag: {type(error).__name__}: {error}", file=sys.stderr)
     if debug:
         traceback.print_exception(error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +44,8 @@ def run_demo(options: DemoOptions, progress: Progress = SILENT) -> Demonstration
 
     Each call writes into the next free ``directory/<number>``; nothing written earlier is touched.
     """
+    from importlib.resources import as_file, files
+
     from rpadiag.reports.html import write_report
     from rpadiag.runs import open_run
     from rpadiag.workflows.bisect import run_bisect

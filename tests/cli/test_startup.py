@@ -12,7 +12,7 @@ import pytest
 HEAVY = ("torch", "vllm", "transformers", "pandas", "numpy", "numba", "pyarrow", "plotly", "jinja2", "rich", "polars")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["compare", "--help"], ["--version"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"]])
 def test_help_takes_less_than_half_a_second(arguments: list[str]) -> None:
     """Processor time, the least of five: what the program costs, whatever else the machine is doing."""
     times = []
