@@ -105,8 +105,12 @@ def _rmsnorm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     x, weight, residual, ctx.eps, ctx.contract = inputs
     contract = _rmsnorm_contract(ctx.contract)
     ctx.has_residual = residual is not None
-    if residual is not None and contract.sum == "lp" and contract.variance == "rounded":
-        x, residual = output[1], None  # nothing but the rounded sum is read: one tensor less to keep
+    only_stored = contract.sum == "lp" and contract.variance == "rounded" and contract.reduction != "warps8"
+    if residual is not None and only_stored:
+        x, residual = (
+            output[1],
+            None,
+        )  # nothing but the rounded sum is read (warps8 adds in another order without a residual)
     ctx.save_for_backward(x, weight, residual)
 
 
@@ -274,8 +278,10 @@ class Operation:
             self.axes = triton_axes(contract)
 
     def on_triton(self, x: Tensor) -> bool:
-        """Does a call with ``x`` run on the Triton kernels?"""
-        return self.module is not None and (self.kernels == "triton" or x.device.type == "cuda")
+        """Does a call with ``x`` run on the Triton kernels? ``auto`` leaves other orders of addition to the reference."""
+        if self.module is None or self.kernels == "triton":
+            return self.module is not None
+        return x.device.type == "cuda" and getattr(self.contract, "reduction", "native") == "native"
 
 
 class RmsNormOperation(Operation):
