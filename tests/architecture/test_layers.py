@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "rpadiag").rglob("*.py")) + sorted((ROOT / "kernels").rglob("*.py"))
 LONGEST_MODULE = 400
 LONGEST_FUNCTION = 70  # lines, docstring and signature included
+LONGEST_KERNEL = 110
 
 
 def named(path: Path) -> str:
@@ -39,10 +40,15 @@ def test_module_can_be_read_in_one_sitting(path: Path) -> None:
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and node.end_lineno is not None
-        and node.end_lineno - node.lineno + 1 > LONGEST_FUNCTION
+        and node.end_lineno - node.lineno + 1 > (LONGEST_KERNEL if is_kernel(node) else LONGEST_FUNCTION)
         and not is_command(path, node)
     ]
     assert long == []
+
+
+def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """A Triton kernel's state is its local variables: a loop cannot be moved out of it without handing over all of them."""
+    return any(ast.unparse(d) == "triton.jit" for d in node.decorator_list)
 
 
 def is_command(path: Path, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
