@@ -8,7 +8,6 @@ relations between sites that hold exactly (an add is an add, a split is a split)
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -258,9 +257,20 @@ def test_the_manifest_names_what_decides_the_numbers(llama: VllmEngine) -> None:
     assert manifest["max_model_len"] == LIMIT + 1
 
 
-def test_the_callers_environment_is_untouched(llama: VllmEngine) -> None:
-    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in os.environ
-    assert "vllm" not in sys.modules
+def test_the_callers_environment_is_untouched(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    script = (
+        "import os, sys\n"
+        "from rpadiag.engines.vllm import VllmEngine\n"
+        "before = dict(os.environ)\n"
+        "with VllmEngine.start(sys.argv[1], log_path=sys.argv[2], max_model_len=32):\n"
+        "    assert dict(os.environ) == before\n"
+        "    assert 'vllm' not in sys.modules\n"
+    )
+    # a process of its own: other tests of this one may have imported vLLM
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tiny("llama")), str(tmp_path / "log")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_prompt_past_the_limit_is_named(llama: VllmEngine) -> None:

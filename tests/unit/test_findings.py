@@ -36,5 +36,6 @@ def test_verdict_carries_its_evidence() -> None:
 
 
 def test_vocabularies_are_closed_lists() -> None:
-    assert VERDICTS == ("identical", "rounding only", "different computation", "not comparable", "inconclusive")
+    of_comparisons = ("identical", "rounding only", "different computation", "not comparable")
+    assert (*of_comparisons, "attributed", "inconclusive") == VERDICTS
     assert SEVERITIES == ("info", "notice", "warning", "error")
