@@ -16,9 +16,10 @@ from rpadiag.errors import InputError, UsageError
 from rpadiag.findings import Finding
 from rpadiag.runs.manifest import dump_json
 from rpadiag.runs.writer import write_atomically
-from rpadiag.workflows.inputs import Inputs, load_inputs, resolve_device, resolve_model
+from rpadiag.workflows.inputs import Inputs, load_inputs, resolve_device
 from rpadiag.workflows.options import FingerprintOptions, ModelOptions
 from rpadiag.workflows.progress import SILENT, Progress
+from rpadiag.workflows.smollm2 import resolve_model
 
 if TYPE_CHECKING:
     from rpadiag.engines.base import TokenSequence
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from rpadiag.workflows.fingerprint_sites import SiteFingerprints
 
 FILE = "fingerprint.json"
-MAX_PROMPT_TOKENS = 512
 
 
 @dataclass(frozen=True, kw_only=True)

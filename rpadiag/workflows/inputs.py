@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 from rpadiag.errors import InputError
 from rpadiag.workflows.options import ModelOptions
 from rpadiag.workflows.progress import Progress
+from rpadiag.workflows.smollm2 import resolve_model
 
 if TYPE_CHECKING:
     from rpadiag.engines.base import ModelFacts, TokenSequence
     from rpadiag.engines.trainer import TrainerEngine
     from rpadiag.prompts import Prompt
-
-MODEL_ALIASES = ("smollm2-135m",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +40,6 @@ class Inputs:
     @property
     def facts(self) -> ModelFacts:
         return self.trainer.facts
-
-
-def resolve_model(model: str) -> str:
-    """A directory or hub id; the alias ``smollm2-135m`` is converted once into the user's cache."""
-    if model not in MODEL_ALIASES:
-        return model
-    from rpadiag.workflows.smollm2 import ensure_model
-
-    return str(ensure_model())
 
 
 def resolve_device(device: str) -> str:
@@ -80,7 +70,7 @@ def load_inputs(options: ModelOptions, progress: Progress, *, attention: str = "
     from rpadiag.engines.base import TokenSequence
     from rpadiag.prompts import load_prompts
 
-    model = resolve_model(options.model)
+    model = resolve_model(options.model, progress)
     device = resolve_device(options.device)
     with progress.stage("load trainer"):
         trainer = load_trainer(options, model=model, device=device, dtype=options.dtype, attention=attention)

@@ -81,8 +81,8 @@ def main() -> None:
     from rpadiag.engines.trainer import TrainerEngine
     from rpadiag.engines.vllm import VllmEngine
     from rpadiag.workflows.compare import captured_one_by_one
-    from rpadiag.workflows.inputs import resolve_model
     from rpadiag.workflows.rollout import Rollout
+    from rpadiag.workflows.smollm2 import resolve_model
 
     model = resolve_model(args.model)
     trainer = TrainerEngine.load(model, dtype="bfloat16")

@@ -37,8 +37,8 @@ from rpadiag.regions.align import align
 from rpadiag.regions.presets import load_preset
 from rpadiag.sites import region_of
 from rpadiag.workflows.fingerprint import run_fingerprint
-from rpadiag.workflows.inputs import resolve_model
 from rpadiag.workflows.options import FingerprintOptions
+from rpadiag.workflows.smollm2 import resolve_model
 
 REGIONS = ("rope", "swiglu", "rmsnorm")
 PACKAGES = ("torch", "triton", "transformers", "vllm")
