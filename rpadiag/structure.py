@@ -94,7 +94,12 @@ def same_values(a: Tensor, b: Tensor) -> bool:
 
 def num_mismatches(a: Tensor, b: Tensor) -> int:
     """Number of elements that are not the same value; NaN equals NaN, and the signs of zero are not told apart."""
-    return int(((a != b) & ~(a.isnan() & b.isnan())).sum())
+    return int(mismatches(a, b).sum())
+
+
+def mismatches(a: Tensor, b: Tensor) -> Tensor:
+    """Which elements are not the same value, as :func:`num_mismatches` counts them; bool, in the shape of ``a``."""
+    return (a != b) & ~(a.isnan() & b.isnan())
 
 
 def signed_ulp(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,7 +153,7 @@ def coherence(a: Tensor, b: Tensor, *, axis: int) -> float:
 
 def concentration(a: Tensor, b: Tensor, *, axis: int) -> float:
     """Share of rows (axis=1) or columns (axis=0) that hold any difference at all."""
-    differs = (a != b) & ~(a.isnan() & b.isnan())
+    differs = mismatches(a, b)
     return float(differs.any(dim=axis).double().mean())
 
 

@@ -86,16 +86,17 @@ def lane_sum(x: Tensor) -> Tensor:
 
 
 def warp_sum(x: Tensor, *, fused: bool) -> Tensor:
-    """Row sums [T, 1] as vLLM's CUDA norms add (reduction=warps8): a thread adds the 8 columns of its vector (``fused``
-    with the residual add: in pairs), then its next vectors; neighbours of a warp in a tree; warps one after another.
-    A block has 1024 threads for fewer than 256 rows, else 256, and no more warps than there are vectors."""
+    """Row sums [T, 1] as vLLM's CUDA norms add (reduction=warps8): threads take vectors of 8 columns in turn. A thread adds
+    all its columns one after another, or, ``fused`` with the residual add, each vector in pairs and then the vectors;
+    neighbours of a warp in a tree; warps one after another. A block has 1024 threads for fewer than 256 rows, else 256, and
+    no more warps than there are vectors."""
     vectors = torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)).reshape(x.shape[0], -1, 8)
     if fused:
-        vectors = vectors[:, :, 0::2] + vectors[:, :, 1::2]
-    sums = _in_order(vectors).squeeze(-1)
-    threads = min(-(-sums.shape[1] // 32) * 32, 1024 if x.shape[0] < 256 else 256)
-    turns = torch.nn.functional.pad(sums, (0, -sums.shape[1] % threads)).reshape(x.shape[0], -1, threads)
-    lanes = _in_order(turns.transpose(1, 2)).reshape(x.shape[0], -1, 32)
+        vectors = _in_order(vectors[:, :, 0::2] + vectors[:, :, 1::2])
+    threads = min(-(-vectors.shape[1] // 32) * 32, 1024 if x.shape[0] < 256 else 256)
+    turns = torch.nn.functional.pad(vectors, (0, 0, 0, -vectors.shape[1] % threads))
+    of_thread = turns.reshape(x.shape[0], -1, threads, vectors.shape[2]).transpose(1, 2).flatten(2)
+    lanes = _in_order(of_thread).reshape(x.shape[0], -1, 32)
     while lanes.shape[-1] > 1:
         lanes = lanes[..., 0::2] + lanes[..., 1::2]
     return _in_order(lanes.squeeze(-1))

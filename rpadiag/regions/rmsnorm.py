@@ -98,26 +98,26 @@ def _lane_sum(x: Tensor, *, lanes: int) -> Tensor:
 def _warp_sum(x: Tensor, *, pairs: bool) -> Tensor:
     """[..., 1]: vectors of 8 columns dealt to a block's threads in turn, a tree of neighbours in each warp, warps in order.
 
-    pairs: a thread adds its vector's columns in pairs. The block has 1024 threads below 256 rows and 256 from there on.
+    A thread adds all its columns one after another; with ``pairs`` each vector in pairs, and then the vectors. The block
+    has 1024 threads below 256 rows and 256 from there on.
     """
     rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
     vectors = torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)).unflatten(-1, (-1, 8))
     if pairs:
-        vectors = vectors[..., 0::2] + vectors[..., 1::2]
-    partial = vectors[..., 0]
-    for column in range(1, vectors.shape[-1]):
-        partial = partial + vectors[..., column]
-    threads = min(-(-partial.shape[-1] // 32) * 32, 1024 if rows < 256 else 256)
-    partial = torch.nn.functional.pad(partial, (0, -partial.shape[-1] % threads)).unflatten(-1, (-1, threads))
-    per_thread = partial[..., 0, :]
-    for turn in range(1, partial.shape[-2]):
-        per_thread = per_thread + partial[..., turn, :]
-    warps = per_thread.unflatten(-1, (-1, 32))
+        vectors = _running_sum(vectors[..., 0::2] + vectors[..., 1::2])
+    threads = min(-(-vectors.shape[-2] // 32) * 32, 1024 if rows < 256 else 256)
+    turns = torch.nn.functional.pad(vectors, (0, 0, 0, -vectors.shape[-2] % threads)).unflatten(-2, (-1, threads))
+    warps = _running_sum(turns.transpose(-3, -2).flatten(-2)).squeeze(-1).unflatten(-1, (-1, 32))
     while warps.shape[-1] > 1:
         warps = warps[..., 0::2] + warps[..., 1::2]
-    total = warps[..., 0, :]
-    for warp in range(1, warps.shape[-2]):
-        total = total + warps[..., warp, :]
+    return _running_sum(warps.squeeze(-1))
+
+
+def _running_sum(x: Tensor) -> Tensor:
+    """Sum over the last axis from the first element to the last, kept with size 1."""
+    total, *rest = x.split(1, dim=-1)
+    for part in rest:
+        total = total + part
     return total
 
 

@@ -4,7 +4,7 @@
 
 Rounds alternate plain and compared, so that a machine whose speed drifts moves both. Engine start is excluded. Goals:
 time ratio at most 2.0, peak memory of both processes at most 1.5 GiB over the two loaded models, and a peak that does not
-grow with the number of prompts (see --length: 4096 is one long prompt, 512 is eight).
+grow with the number of prompts (see --length: 4096 is one long prompt, 512 is eight). With --rounds 0 only memory is measured.
 """
 
 from __future__ import annotations
@@ -135,17 +135,20 @@ def main() -> None:
                 compared()
             pairs = [(timed(plain), timed(compared)) for _ in range(args.rounds)]
     ratios = [b / a for a, b in pairs]
+    times = {
+        "plain_s_median": round(statistics.median(a for a, _ in pairs), 2),
+        "compared_s_median": round(statistics.median(b for _, b in pairs), 2),
+        "ratio_median": round(statistics.median(ratios), 3),
+        "ratio_min": round(min(ratios), 3),
+        "ratio_max": round(max(ratios), 3),
+    } if pairs else {}  # fmt: skip
     print(
         json.dumps(
             {
                 "tokens": len(sequences) * args.length,
                 "length": args.length,
                 "rounds": args.rounds,
-                "plain_s_median": round(statistics.median(a for a, _ in pairs), 2),
-                "compared_s_median": round(statistics.median(b for _, b in pairs), 2),
-                "ratio_median": round(statistics.median(ratios), 3),
-                "ratio_min": round(min(ratios), 3),
-                "ratio_max": round(max(ratios), 3),
+                **times,
                 "peak_growth_gib": round((watch.peak - baseline) / 2**30, 3),
                 "baseline_gib": round(baseline / 2**30, 3),
             },

@@ -5,7 +5,8 @@
 Steps, each timed and each kept when a later one fails: (1) eager vLLM samples a continuation of the demo prompts and rescores it as
 prompts, every site captured; (2) the contract of every region and layer is fingerprinted from that capture; (3) the trainer
 is aligned to the fingerprint, with merged projections and vLLM's own attention, and held against vLLM's prompt logprobs;
-(4) one region at a time is left out; (5) compiled vLLM scores the same tokens and the aligned trainer is held against it.
+(4) one region at a time is left out; (5) compiled vLLM scores the same tokens and the aligned trainer is held against it;
+(6) its contracts are told from the attention inputs of layers 0 and 1, the only points of a compiled layer that are seen.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from rpadiag.engines.merged import merged_projections
 from rpadiag.engines.trainer import TrainerEngine
 from rpadiag.engines.vllm import VllmEngine
 from rpadiag.regions.align import align
-from rpadiag.regions.presets import load_preset
+from rpadiag.regions.presets import find_preset, load_preset
 from rpadiag.sites import region_of
+from rpadiag.structure import num_mismatches
 from rpadiag.workflows.fingerprint import run_fingerprint
 from rpadiag.workflows.options import FingerprintOptions
 from rpadiag.workflows.smollm2 import resolve_model
@@ -238,10 +240,55 @@ def compiled(record: Recorder, args: Any, model: str, trainer: TrainerEngine, ho
     with VllmEngine.start(
         model, dtype="bfloat16", device=args.device, log_path=home / "e2.log", max_model_len=length
     ) as engine:
+        with record.step("compiled_fingerprint") as found:
+            found |= compiled_fingerprint(trainer, engine, bundle)
         for name in (args.compiled_contract, "vllm-eager", "hf-eager"):
             with record.step(f"compiled_aligned_to_{name}") as found:
                 p, first = trainer_scores(trainer, engine, bundle, contract=name, regions=REGIONS, own_attention=False)
                 found |= statistics(p, q) | {"first_divergent": first}
+
+
+def compiled_fingerprint(trainer: TrainerEngine, engine: VllmEngine, bundle: Any) -> dict[str, Any]:
+    """Share of elements that differ at v, q_rope and k_rope of layers 0 and 1, per combination of rounding points.
+
+    Layer 0 tells the plain norm (v) and RoPE; v of layer 1 has passed the residual norms and SwiGLU as well. A combination
+    is told by having far fewer differing elements than the others: an order of addition alone moves about one in 1e4.
+    """
+    base = find_preset("fp32-output").regions
+    points = [
+        {"rope": {"products": a}, "swiglu": {"silu": b}, "rmsnorm": {"scale": c, "sum": d, "variance": e}}
+        for a in ("fp32", "lp")
+        for b in ("fp32", "lp")
+        for c in ("fp32", "lp")
+        for d, e in (("fp32", "unrounded"), ("lp", "rounded"), ("lp", "unrounded"))
+    ]
+    rows = []
+    for point in points:
+        contract = replace(
+            find_preset("fp32-output"), regions={r: base[r].replace(**axes) for r, axes in point.items()}
+        )
+        rows.append({**point, "differing": differing_shares(trainer, engine, bundle, contract)})
+    rows.sort(key=lambda row: (row["differing"]["layers.1.v"], row["differing"]["layers.0.q_rope"]))
+    return {"combinations": rows}
+
+
+def differing_shares(trainer: TrainerEngine, engine: VllmEngine, bundle: Any, contract: Any) -> dict[str, float]:
+    """Share of differing elements of the first two sequences, at the attention inputs of layers 0 and 1."""
+    seen = {f"layers.{n}.{point}": [0, 0] for n in (0, 1) for point in ("v", "q_rope", "k_rope")}
+    for index, sequence in enumerate(bundle.sequences[:2]):
+        capture = bundle.capture(index)
+
+        def on_site(site: str, tensor: torch.Tensor, capture: Any = capture) -> None:
+            seen[site][0] += num_mismatches(tensor.cpu(), capture.read(site)[: len(tensor)])
+            seen[site][1] += tensor.numel()
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(merged_projections(trainer.model))
+            attend = stack.enter_context(engine.attention(len(sequence.token_ids)))
+            stack.enter_context(borrowed_attention(trainer.model, attend))
+            stack.enter_context(align(trainer.model, regions=REGIONS, contract=contract))
+            trainer.forward(sequence.token_ids, sites=list(seen), on_site=on_site)
+    return {site: wrong / total for site, (wrong, total) in seen.items()}
 
 
 if __name__ == "__main__":
