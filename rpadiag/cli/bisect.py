@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -25,21 +25,9 @@ def bisect(
     model: shared.Model,
     prompts: shared.Prompts,
     run: shared.RunDirectory,
-    regions: Annotated[
-        str, typer.Option("--regions", metavar="REGIONS", help="Regions to attribute to, comma separated, or all.")
-    ] = ",".join(ALIGNABLE_REGIONS),
-    replicates: Annotated[
-        int, typer.Option("--replicates", metavar="K", help="Rounding replicates per region; errors fall with sqrt(K).")
-    ] = 16,
-    contract: Annotated[
-        str | None,
-        typer.Option(
-            "--contract",
-            metavar="NAME",
-            help="Preset, or JSON file of rpadiag fingerprint, that aligned regions follow.  [default: eager vLLM's on this device]",
-            show_default=False,
-        ),
-    ] = None,
+    regions: shared.Regions = ",".join(ALIGNABLE_REGIONS),
+    replicates: shared.Replicates = 16,
+    contract: shared.BisectContract = None,
     dtype: shared.Dtype = "bfloat16",
     device: shared.Device = "auto",
     attention: shared.Attention = "sdpa",
@@ -74,8 +62,7 @@ def bisect(
     from rpadiag.runs import open_run
     from rpadiag.workflows.bisect import run_bisect
 
-    if contract is not None:
-        shared.check_contract(contract)
+    shared.check_contract(contract)
     shared.require_stacks(vllm=False)
     check_prompt_file(prompts)  # before a run directory is made
     with interruptible(run), progress_on_stderr() as progress:

@@ -10,7 +10,7 @@ from rpadiag.cli import options as shared
 from rpadiag.cli.bars import progress_on_stderr
 from rpadiag.cli.output import hint, interruptible, number, percent, print_findings, print_json, print_table, say
 from rpadiag.errors import EXIT_UNANSWERABLE
-from rpadiag.workflows.options import CONTROLS, DEFAULT_CONTRACT, ROLLOUTS, CompareOptions
+from rpadiag.workflows.options import CONTROLS, CompareOptions
 
 if TYPE_CHECKING:
     from rpadiag.runs.reader import Run
@@ -34,14 +34,7 @@ def compare(
     model: shared.Model,
     prompts: shared.Prompts,
     run: shared.RunDirectory,
-    rollout: Annotated[
-        str,
-        typer.Option(
-            "--rollout",
-            metavar="|".join(ROLLOUTS),
-            help="vllm is the real engine; emulated a transformers forward with vLLM's rounding.",
-        ),
-    ] = "vllm",
+    rollout: shared.Rollout = "vllm",
     emulate: Annotated[
         str | None,
         typer.Option("--emulate", metavar="PRESET", help="What an emulated rollout follows.  [default: by device]"),
@@ -66,7 +59,7 @@ def compare(
         str | None,
         typer.Option("--align", metavar="REGIONS", help="Align the trainer first: rope,swiglu,rmsnorm or all."),
     ] = None,
-    contract: shared.Contract = DEFAULT_CONTRACT,
+    contract: shared.AlignContract = None,
     control: Annotated[
         str,
         typer.Option(
@@ -110,8 +103,7 @@ def compare(
     from rpadiag.runs import open_run
     from rpadiag.workflows.compare import run_compare
 
-    if emulate is not None:
-        shared.check_contract(emulate)
+    shared.check_contract(emulate)
     shared.check_contract(contract)
     shared.require_stacks(vllm=rollout == "vllm")
     check_prompt_file(prompts)  # before a run directory is made

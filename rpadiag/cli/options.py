@@ -10,7 +10,7 @@ import typer
 
 from rpadiag.errors import MissingDependencyError, unknown_name
 from rpadiag.sites import ALIGNABLE_REGIONS
-from rpadiag.workflows.options import ATTENTIONS, DTYPES, MODES
+from rpadiag.workflows.options import ATTENTIONS, DEFAULT_CONTRACT, DTYPES, MODES, ROLLOUTS
 
 FORMATS = ("table", "json")
 
@@ -51,12 +51,35 @@ Mode = Annotated[
         help="How vLLM runs: eager shows every site, compiled attention and head only.",
     ),
 ]
-Contract = Annotated[
+Rollout = Annotated[
     str,
     typer.Option(
-        "--contract", metavar="NAME", help="Preset, or JSON file of rpadiag fingerprint, that aligned regions follow."
+        "--rollout",
+        metavar="|".join(ROLLOUTS),
+        help="vllm is the real engine; emulated a transformers forward with vLLM's rounding.",
     ),
 ]
+Regions = Annotated[
+    str, typer.Option("--regions", metavar="REGIONS", help="Regions to look at, comma separated, or all.")
+]
+Replicates = Annotated[
+    int,
+    typer.Option("--replicates", metavar="K", help="Rounding replicates per region; errors fall with sqrt(K)."),
+]
+
+
+def contract_option(default: str) -> Any:
+    """``--contract`` of a command; ``default`` says in words what is followed without it."""
+    return typer.Option(
+        "--contract",
+        metavar="NAME",
+        help=f"Preset, or JSON file of rpadiag fingerprint, that aligned regions follow.  [default: {default}]",
+        show_default=False,
+    )
+
+
+AlignContract = Annotated[str | None, contract_option(f"{DEFAULT_CONTRACT}, with --align")]
+BisectContract = Annotated[str | None, contract_option("eager vLLM's on this device")]
 Revision = Annotated[str | None, typer.Option("--revision", metavar="REV", help="Hub revision of MODEL.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that ships with the checkpoint.")
@@ -89,8 +112,10 @@ def given_options(context: typer.Context) -> dict[str, Any]:
     return written
 
 
-def check_contract(name: str) -> None:
-    """Error for a preset or contract file that does not exist, before any long work."""
+def check_contract(name: str | None) -> None:
+    """Error for a preset or contract file that does not exist, before any long work; None is the default."""
+    if name is None:
+        return
     from rpadiag.regions.presets import find_preset, load_preset
 
     load_preset(Path(name)) if name.endswith(".json") else find_preset(name)

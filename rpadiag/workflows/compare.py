@@ -28,7 +28,7 @@ from rpadiag.workflows.compare_rows import prompt_row, token_columns
 from rpadiag.workflows.control import fp32_control
 from rpadiag.workflows.floors import measure_floors
 from rpadiag.workflows.inputs import Inputs, load_inputs
-from rpadiag.workflows.options import CompareOptions
+from rpadiag.workflows.options import DEFAULT_CONTRACT, CompareOptions
 from rpadiag.workflows.progress import SILENT, Progress
 from rpadiag.workflows.rollout import Rollout, start_rollout
 
@@ -100,7 +100,7 @@ def run_compare(
         if prepare_trainer is not None:
             prepare_trainer(inputs.trainer)
         chosen = match_sites(options.sites, list(inputs.facts.sites))
-        alignment = _align(options, inputs, stack)
+        alignment = _align(options, inputs, run, stack)
         with progress.stage(f"start {options.rollout} engine"):
             rollout = stack.enter_context(
                 start_rollout(options, inputs, run, overrides=rollout_overrides, running=running)
@@ -147,13 +147,15 @@ def _visible(chosen: list[str], rollout: Rollout, *, asked: bool) -> list[str]:
     return seen
 
 
-def _align(options: CompareOptions, inputs: Inputs, stack: ExitStack) -> dict[str, Any] | None:
+def _align(options: CompareOptions, inputs: Inputs, run: RunWriter, stack: ExitStack) -> dict[str, Any] | None:
     if not options.align:
         return None
     from rpadiag.regions.align import align
 
-    alignment = stack.enter_context(align(inputs.trainer.model, regions=options.align, contract=options.contract))
-    return {"regions": list(options.align), "contract": options.contract, "contracts": alignment.to_dict()}
+    contract = options.contract or DEFAULT_CONTRACT
+    run.set_effective(contract=contract)
+    alignment = stack.enter_context(align(inputs.trainer.model, regions=options.align, contract=contract))
+    return {"regions": list(options.align), "contract": contract, "contracts": alignment.to_dict()}
 
 
 def _check_weights(run: RunWriter, inputs: Inputs, rollout: Rollout) -> list[str]:

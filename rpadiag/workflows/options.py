@@ -35,6 +35,13 @@ def _at_least(name: str, value: int | None, minimum: int) -> None:
         raise UsageError(f"{name} must be at least {minimum}, not {value}")
 
 
+def _check_device(device: str) -> None:
+    if device not in ("auto", "cpu", "cuda") and not (
+        device.startswith("cuda:") and device.removeprefix("cuda:").isdigit()
+    ):
+        raise unknown_name("device", device, ("auto", "cpu", "cuda", "cuda:N"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """What every command that runs a model needs.
@@ -58,8 +65,7 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
-        if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("cuda:"):
-            raise unknown_name("device", self.device, ("auto", "cpu", "cuda", "cuda:N"))
+        _check_device(self.device)
         _at_least("--max-tokens", self.max_tokens, 2)  # a sequence of one token has no logprob
         _at_least("--seed", self.seed, 0)
 
@@ -86,7 +92,7 @@ class CompareOptions(ModelOptions):
     sites:    glob patterns over site addresses; empty is every site.
     generate: tokens that the rollout samples after each prompt and both stacks then score.
     align:    regions in which the trainer is aligned before the comparison.
-    contract: preset that ``align`` follows.
+    contract: preset or file that ``align`` follows; None is ``fp32-output``.
     control:  ``fp32`` runs both stacks again in FP32, where rounding vanishes and mistakes stay.
     """
 
@@ -98,7 +104,7 @@ class CompareOptions(ModelOptions):
     sites: tuple[str, ...] = ()
     generate: int = 0
     align: tuple[str, ...] = ()
-    contract: str = DEFAULT_CONTRACT
+    contract: str | None = None
     control: str = "fp32"
 
     def __post_init__(self) -> None:
@@ -109,6 +115,11 @@ class CompareOptions(ModelOptions):
         _one_of("control", self.control, CONTROLS)
         _at_least("--generate", self.generate, 0)
         check_regions(self.align)
+        if self.contract is not None and not self.align:
+            raise UsageError(
+                "--contract names what an aligned trainer follows, and no region is aligned",
+                hint="add --align all; for the contract of an emulated rollout use --emulate",
+            )
         if self.emulate is not None and self.rollout != "emulated":
             raise UsageError("--emulate names what an emulated rollout follows", hint="add --rollout emulated")
         if self.mode == "compiled" and self.rollout == "emulated":
@@ -149,7 +160,8 @@ class FingerprintOptions:
     target:  a run directory, a bundle directory, or a model when ``prompts`` is given.
     stack:   which stack's kernels to look at.
     regions: regions to fingerprint.
-    output:  JSON file that ``rpadiag.align`` reads; None writes none.
+    output:  JSON file that ``rpadiag.align`` reads; None is in the run or bundle, and nowhere for a model.
+    dtype, device, mode, revision: None is what the run or bundle says, and for a model what ``compare`` takes by default.
     """
 
     target: str
@@ -157,9 +169,9 @@ class FingerprintOptions:
     stack: str = "rollout"
     regions: tuple[str, ...] = ALIGNABLE_REGIONS
     output: Path | None = None
-    dtype: str = "bfloat16"
-    device: str = "auto"
-    mode: str = "eager"
+    dtype: str | None = None
+    device: str | None = None
+    mode: str | None = None
     max_tokens: int | None = None
     seed: int = 0
     revision: str | None = None
@@ -167,10 +179,15 @@ class FingerprintOptions:
 
     def __post_init__(self) -> None:
         _one_of("stack", self.stack, STACKS)
-        _one_of("mode", self.mode, MODES)
-        _one_of("dtype", self.dtype, DTYPES)
+        if self.mode is not None:
+            _one_of("mode", self.mode, MODES)
+        if self.dtype is not None:
+            _one_of("dtype", self.dtype, DTYPES)
+        if self.device is not None:
+            _check_device(self.device)
         check_regions(self.regions, known=(*ALIGNABLE_REGIONS, "qk_norm"))
         _at_least("--max-tokens", self.max_tokens, 2)
+        _at_least("--seed", self.seed, 0)
 
     def to_dict(self) -> dict[str, Any]:
         """The options as plain JSON values, paths as text."""
