@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rpadiag.attribution.design import Replicate, Variant, replicates, variants
+from rpadiag.attribution.design import (
+    Score,
+    Variant,
+    check_num_replicates,
+    parts_of,
+    replicates_of,
+    variants_of,
+)
 from rpadiag.attribution.estimate import Estimate, estimate, is_saturated, self_control_holds
 from rpadiag.findings import Finding
-
-Score = Callable[[Replicate], NDArray[np.float64]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +31,7 @@ class Attribution:
 
     def by_design(self, design: str) -> dict[str, Estimate]:
         """Region -> estimate of one design."""
-        return {v.region: e for v, e in self.estimates.items() if v.design == design}
+        return {v.name: e for v, e in self.estimates.items() if v.design == design}
 
     def gain_of_aligning(self, region: str) -> tuple[float, float]:
         """Systematic part that aligning this region alone removes from the trainer as it is, and its error, nats^2.
@@ -46,14 +51,14 @@ class Attribution:
         for variant, e in sorted(self.estimates.items(), key=lambda item: -item[1].systematic_sq):
             out.append(
                 {
-                    "region": variant.region,
+                    "region": variant.name,
                     "design": variant.design,
                     "systematic_sq": e.systematic_sq,
                     "systematic_sq_se": e.systematic_sq_se,
                     "systematic_rms": e.systematic_rms,
                     "chaotic_rms": e.chaotic_rms,
                     "mean_abs_d": e.mean_abs_d,
-                    "local_differing": self.local_differing.get(variant.region),
+                    "local_differing": self.local_differing.get(variant.name),
                     "num_replicates": e.num_replicates,
                     "num_tokens": e.num_tokens,
                     "detectable": e.detectable,
@@ -73,16 +78,17 @@ def attribute(
 ) -> Attribution:
     """Score every replicate and estimate each variant against the reference.
 
-    score: replicate -> logprobs ``[num_tokens]`` in nats. Called variant by variant, so that a scorer can align its
-    model once per variant. sequence_ids: sequence of each token, ``[num_tokens]``.
+    sequence_ids: sequence of each token, ``[num_tokens]``.
     """
-    scored: dict[Variant, list[NDArray[np.float64]]] = {v: [] for v in variants(regions)}
-    for replicate in replicates(regions, num_replicates=num_replicates, seed=seed):
-        scored[replicate.variant].append(np.asarray(score(replicate), dtype=np.float64))
-    stacked = {v: np.stack(rows) for v, rows in scored.items()}
+    every = variants_of(parts_of(regions))
+    scored: dict[Variant, dict[int, NDArray[np.float64]]] = {v: {} for v in every}
+    numbers = range(check_num_replicates(num_replicates))
+    for replicate, logprobs in score(list(replicates_of(every, numbers, seed=seed))):
+        scored[replicate.variant][replicate.index] = np.asarray(logprobs, dtype=np.float64)
+    stacked = {v: np.stack([rows[k] for k in numbers]) for v, rows in scored.items()}
     reference = next(rows for v, rows in stacked.items() if v.design == "reference")
     estimates = {v: estimate(rows, reference, sequence_ids) for v, rows in stacked.items() if v.design != "reference"}
-    each = {v.region: e for v, e in estimates.items() if v.design == "each"}
+    each = {v.name: e for v, e in estimates.items() if v.design == "each"}
     control = next(e for v, e in estimates.items() if v.design == "self")
     everything = next(e for v, e in estimates.items() if v.design == "all")
     return Attribution(

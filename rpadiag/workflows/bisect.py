@@ -7,7 +7,7 @@ to the region; what does not is chaos, and belongs to nobody.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rpadiag.attribution.attribute import Attribution, attribute, findings
-from rpadiag.attribution.design import Replicate, Variant, variants
+from rpadiag.attribution.design import Replicate, Variant, layers_by_region, parts_of, variants_of
 from rpadiag.compare.pairing import Pairing, SequencePair
 from rpadiag.findings import Finding, Verdict
 from rpadiag.runs import RunWriter, create_run
@@ -61,7 +61,7 @@ def run_bisect(
         run.set_weights("trainer", inputs.trainer.weight_digests())
         with progress.stage("local picture"):
             local = _local_picture(options, inputs, run, contract)
-        total = len(variants(options.regions)) * options.replicates * len(inputs.sequences)
+        total = len(variants_of(parts_of(options.regions))) * options.replicates * len(inputs.sequences)
         with progress.stage("rounding replicates", total=total) as bar:
             scorer = _Scorer(inputs, contract, stack, bar)
             result = attribute(
@@ -105,15 +105,23 @@ class _Scorer:
         self._variant: Variant | None = None
         self._aligned = stack.enter_context(ExitStack())
 
-    def score(self, replicate: Replicate) -> np.ndarray:
+    def score(self, replicates: Sequence[Replicate]) -> Iterator[tuple[Replicate, np.ndarray]]:
         """Logprobs of every scored token of every sequence, [num_tokens], nats."""
+        for replicate in replicates:
+            yield replicate, self._logprobs(replicate)
+
+    def _logprobs(self, replicate: Replicate) -> np.ndarray:
         if replicate.variant != self._variant:
             self._aligned.close()
             if replicate.variant.aligned:
                 from rpadiag.regions.align import align
 
                 self._aligned.enter_context(
-                    align(self._inputs.trainer.model, regions=replicate.variant.aligned, contract=self._contract)
+                    align(
+                        self._inputs.trainer.model,
+                        regions=tuple(layers_by_region(replicate.variant.aligned, self._inputs.facts.num_layers)),
+                        contract=self._contract,
+                    )
                 )
             self._variant = replicate.variant
         out = []

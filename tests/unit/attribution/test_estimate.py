@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rpadiag.attribution.attribute import attribute, findings
-from rpadiag.attribution.design import Replicate, replicates, variants
+from rpadiag.attribution.design import Replicate, check_num_replicates, parts_of, replicates_of, variants_of
 from rpadiag.attribution.estimate import clusters_of, estimate, jackknife_mean
 from rpadiag.errors import UsageError
 
@@ -71,15 +71,15 @@ def planted_score(effects: dict[str, float], ids: np.ndarray, *, broken_self: bo
     rng = np.random.default_rng(5)
     direction = {r: rng.standard_normal(len(ids)) for r in effects}
 
-    def score(replicate: Replicate) -> np.ndarray:
+    def logprobs(replicate: Replicate) -> np.ndarray:
         noise = np.random.default_rng([replicate.seed, len(replicate.variant.aligned)]).standard_normal(len(ids))
-        missing = [r for r in effects if r not in replicate.variant.aligned]
+        missing = set(effects) - {s.region for s in replicate.variant.aligned}
         shift = sum((effects[r] * direction[r] for r in missing), np.zeros(len(ids)))
         if broken_self and replicate.variant.design == "self":
             shift = shift + 0.3
         return 0.04 * noise + shift
 
-    return score
+    return lambda asked: ((r, logprobs(r)) for r in asked)
 
 
 def test_planted_region_is_found_and_the_others_are_not() -> None:
@@ -113,31 +113,31 @@ def test_failed_self_control_refuses_to_rank() -> None:
 def test_saturated_gap_is_said() -> None:
     ids = sequences(20, 20)
 
-    def score(replicate: Replicate) -> np.ndarray:
+    def logprobs(replicate: Replicate) -> np.ndarray:
         # any missing region gives the same chaotic gap, as one flipped ULP does
-        key = [replicate.index, len(replicate.variant.aligned) < 3, sum(replicate.variant.region.encode())]
+        key = [replicate.index, len(replicate.variant.aligned) < 3, sum(replicate.variant.name.encode())]
         return 0.04 * np.random.default_rng([abs(int(k)) for k in key]).standard_normal(len(ids))
 
-    result = attribute(score, REGIONS, ids, num_replicates=4)
+    result = attribute(lambda asked: ((r, logprobs(r)) for r in asked), REGIONS, ids, num_replicates=4)
     assert result.saturated
     assert any(f.code == "gap-saturated" for f in findings(result))
 
 
 def test_every_variant_gets_the_same_noise_except_the_self_control() -> None:
     by_design: dict[str, set[int]] = {}
-    for replicate in replicates(REGIONS, num_replicates=3, seed=7):
+    for replicate in replicates_of(variants_of(parts_of(REGIONS)), range(3), seed=7):
         by_design.setdefault(replicate.variant.design, set()).add(replicate.seed)
     assert by_design["reference"] == by_design["each"] == by_design["all"] == by_design["only"]
     assert not by_design["self"] & by_design["reference"]
 
 
 def test_one_region_needs_no_variant_with_it_alone() -> None:
-    assert [v.design for v in variants(("rope",))] == ["reference", "each", "all", "self"]
+    assert [v.design for v in variants_of(parts_of(("rope",)))] == ["reference", "each", "all", "self"]
 
 
 def test_one_replicate_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="at least 2"):
-        list(replicates(REGIONS, num_replicates=1, seed=0))
+        check_num_replicates(1)
 
 
 def test_one_cluster_gives_no_error_bar_and_nothing_is_ranked() -> None:
