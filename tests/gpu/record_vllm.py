@@ -1,6 +1,6 @@
 """Records what vLLM's CUDA kernels follow, and whether a trainer aligned to that reproduces its logprobs. Needs a GPU.
 
-    python tests/gpu/record_vllm.py --out kernels/results/vllm-cuda.json [--model DIR] [--generate 64] [--skip-compiled]
+    python tests/gpu/record_vllm.py --out kernels/results/vllm-cuda.json [--model DIR] [--generate 64] [--steps eager,compiled]
 
 Steps, each timed and each kept when a later one fails: (1) eager vLLM samples a continuation of the demo prompts and rescores it as
 prompts, every site captured; (2) the contract of every region and layer is fingerprinted from that capture; (3) the trainer
@@ -69,6 +69,8 @@ class Recorder:
             "versions": {p: version(p) for p in PACKAGES} | {"cuda": torch.version.cuda},
             "command": "python tests/gpu/record_vllm.py --out kernels/results/vllm-cuda.json",
         }
+        if path.exists():  # steps that are not run again stay
+            self.content = json.loads(path.read_text()) | self.content
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[dict[str, Any]]:
@@ -131,7 +133,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--generate", type=int, default=64)
     parser.add_argument("--compiled-contract", default="vllm-compiled")
-    parser.add_argument("--skip-compiled", action="store_true")
+    parser.add_argument(
+        "--steps", default="eager,compiled", help="eager, compiled, or both; a step not named stays in FILE"
+    )
     args = parser.parse_args()
     record = Recorder(args.out)
     model = resolve_model(args.model)
@@ -147,15 +151,17 @@ def main() -> None:
         with VllmEngine.start(
             model, dtype="bfloat16", device=args.device, log_path=home / "eager.log", max_model_len=length
         ) as engine:
-            eager(record, args, engine, trainer, sequences, sites, home)
-        if not args.skip_compiled:
+            q = eager_capture(record, args, engine, trainer, sequences, sites, home)
+            if "eager" in args.steps:
+                eager(record, args, engine, trainer, home, q)
+        if "compiled" in args.steps:
             compiled(record, args, model, trainer, home, length)
 
 
-def eager(
+def eager_capture(
     record: Recorder, args: Any, engine: VllmEngine, trainer: TrainerEngine, sequences: Any, sites: Any, home: Path
-) -> None:
-    """Steps 1 to 4."""
+) -> np.ndarray:
+    """Step 1: a bundle in ``home``/eager; returns vLLM's prompt logprobs."""
     with record.step("eager_capture") as found:
         sampled = engine.score(sequences, num_generate=args.generate)
         whole = [
@@ -176,6 +182,12 @@ def eager(
         a = np.concatenate([r.scores.logprob[n:] for r, n in zip(sampled, starts, strict=True)])
         b = np.concatenate([r.scores.logprob[n:] for r, n in zip(rescored, starts, strict=True)])
         found["sampled_against_rescored"] = statistics(a, b)
+    np.save(home / "eager_q.npy", q)
+    return q
+
+
+def eager(record: Recorder, args: Any, engine: VllmEngine, trainer: TrainerEngine, home: Path, q: np.ndarray) -> None:
+    """Steps 2 to 4."""
     bundle = open_bundle(home / "eager")
     with record.step("eager_unaligned") as found:
         p, first = trainer_scores(trainer, None, bundle, contract=None, regions=(), own_attention=True)
@@ -200,7 +212,6 @@ def eager(
                 trainer, engine, bundle, contract=contract, regions=regions, own_attention=left_out == "attention"
             )
             found |= statistics(p, q) | {"first_divergent": first, "first_region": region_of(first) if first else None}
-    np.save(home / "eager_q.npy", q)
 
 
 def contracts_on_device(path: Path) -> dict[str, Any]:
