@@ -8,30 +8,25 @@ from typing import Annotated
 
 import typer
 
+from rpadiag.cli import options as shared
 from rpadiag.cli.bars import progress_on_stderr
-from rpadiag.cli.options import require_stacks
 from rpadiag.cli.output import print_findings, say
 from rpadiag.workflows.demo import MAX_TOKENS, REPLICATES, DemoOptions, run_demo
-from rpadiag.workflows.options import ROLLOUTS
 
 
 def demo(
     into: Annotated[
         Path, typer.Option("--into", metavar="DIR", help="Where to write; each demo gets the next free number.")
     ] = Path("runs-demo"),
-    rollout: Annotated[
-        str, typer.Option("--rollout", metavar="|".join(ROLLOUTS), help="emulated needs no vLLM.")
-    ] = "vllm",
+    rollout: shared.Rollout = "vllm",
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", metavar="N", help="Tokens of each of the eight prompts.")
     ] = MAX_TOKENS,
-    replicates: Annotated[
-        int, typer.Option("--replicates", metavar="K", help="Rounding replicates of the bisection.")
-    ] = REPLICATES,
+    replicates: shared.Replicates = REPLICATES,
 ) -> None:
     """Compare, bisect and report on SmolLM2-135M: a few minutes on two CPU cores, no GPU, no hub."""
     options = DemoOptions(directory=into, rollout=rollout, max_tokens=max_tokens, replicates=replicates)
-    require_stacks(vllm=rollout == "vllm")
+    shared.require_stacks(vllm=rollout == "vllm")
     try:
         with progress_on_stderr() as progress:
             done = run_demo(options, progress)

@@ -11,7 +11,7 @@ from rpadiag.cli import options as shared
 from rpadiag.cli.bars import progress_on_stderr
 from rpadiag.cli.output import hint, print_findings, print_json
 from rpadiag.sites import ALIGNABLE_REGIONS
-from rpadiag.workflows.options import STACKS, FingerprintOptions
+from rpadiag.workflows.options import DTYPES, MODES, STACKS, FingerprintOptions
 
 
 def fingerprint(
@@ -24,9 +24,7 @@ def fingerprint(
     stack: Annotated[
         str, typer.Option("--stack", metavar="|".join(STACKS), help="Whose kernels to look at.")
     ] = "rollout",
-    regions: Annotated[
-        str, typer.Option("--regions", metavar="REGIONS", help="Regions to fingerprint, comma separated, or all.")
-    ] = ",".join(ALIGNABLE_REGIONS),
+    regions: shared.Regions = ",".join(ALIGNABLE_REGIONS),
     output: Annotated[
         Path | None,
         typer.Option(
@@ -35,9 +33,33 @@ def fingerprint(
             help="JSON file that rpadiag.align reads.  [default: in a run or bundle directory]",
         ),
     ] = None,
-    dtype: shared.Dtype = "bfloat16",
-    device: shared.Device = "auto",
-    mode: shared.Mode = "eager",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype",
+            metavar="|".join(DTYPES),
+            help="Dtype of weights and activations.  [default: the run's or bundle's; of a model bfloat16]",
+            show_default=False,
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            metavar="auto|cpu|cuda|cuda:N",
+            help="Where to capture.  [default: as the run was; of a model auto]",
+            show_default=False,
+        ),
+    ] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option(
+            "--mode",
+            metavar="|".join(MODES),
+            help="How vLLM runs: compiled shows too little.  [default: as the run did; of a model eager]",
+            show_default=False,
+        ),
+    ] = None,
     max_tokens: shared.MaxTokens = None,
     seed: shared.Seed = 0,
     revision: shared.Revision = None,

@@ -67,7 +67,6 @@ class Evidence:
     rollout: str
     num_nonfinite: int = 0
     weights_differing: Sequence[str] = ()
-    tokens_differing: str | None = None
     positions: PositionCheck = field(default_factory=lambda: PositionCheck(kind="equal"))
     floors: Mapping[str, float] = field(default_factory=dict)
 
@@ -82,8 +81,6 @@ def decide(evidence: Evidence) -> Verdict:
 
 
 def _not_comparable(e: Evidence) -> Verdict | None:
-    if e.tokens_differing:
-        return Verdict(kind="not comparable", sentence=f"Not comparable: the token ids differ. {e.tokens_differing}")
     if e.weights_differing:
         named = ", ".join(e.weights_differing[:3])
         more = f" and {len(e.weights_differing) - 3} more" if len(e.weights_differing) > 3 else ""

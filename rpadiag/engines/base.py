@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from rpadiag.errors import InputError
+from rpadiag.errors import InputError, UsageError, unknown_name
 from rpadiag.sites import all_sites
 
 if TYPE_CHECKING:
@@ -71,13 +71,44 @@ class TokenSequence:
             )
 
 
+def check_scoring(
+    facts: ModelFacts, sequences: Sequence[TokenSequence], *, sites: Sequence[str], num_generate: int, max_tokens: int
+) -> None:
+    """What every rollout engine refuses to score: unknown sites, ids outside the vocabulary, more tokens than it takes.
+
+    max_tokens: longest sequence of this engine, generated tokens included. Raises UsageError or InputError.
+    """
+    for site in sites:
+        if site not in facts.sites:
+            raise unknown_name("site", site, facts.sites)
+    if num_generate < 0:
+        raise UsageError(f"cannot generate {num_generate} tokens")
+    longest = max((len(s.token_ids) for s in sequences), default=0) + num_generate
+    for sequence in sequences:
+        length = len(sequence.token_ids) + num_generate
+        if length > max_tokens:
+            raise InputError(
+                f"prompt {sequence.prompt} has {length} tokens, the engine takes {max_tokens}",
+                detail=f"{num_generate} of them to generate; the model takes {facts.max_positions}",
+                hint=f"shorten it, or start the engine with max_model_len={longest + 1}"
+                if longest <= facts.max_positions
+                else "shorten it: --max-tokens cuts prompts",
+            )
+        outside = [t for t in sequence.token_ids if not 0 <= t < facts.vocab_size]
+        if outside:
+            raise InputError(
+                f"prompt {sequence.prompt} has token id {outside[0]}, the vocabulary has {facts.vocab_size}"
+            )
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenScores:
     """How a model scores tokens 1 .. T-1 of a sequence, each given the tokens before it.
 
     logprob: float32 [T-1], nats, natural logarithm of the raw (temperature 1) probability of the token.
     entropy: float32 [T-1], nats, of the distribution the token was drawn from.
-    rank:    int32 [T-1], 1 is the most likely token; number of tokens at least as likely (vLLM's definition).
+    rank:    int32 [T-1], number of tokens at least as likely, itself included (vLLM's definition): 1 is the single most
+        likely token, and a tie counts against the token: two that share the maximum both have rank 2.
     argmax:  int32 [T-1], the most likely token id.
     positions: int64 [T], the positions that rotary embeddings were computed for, None if not observed.
     """

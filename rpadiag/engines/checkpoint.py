@@ -6,6 +6,7 @@ No tensor is read here; a 16-byte look at each shard's header tells a truncated 
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from torch import nn
 from rpadiag.errors import InputError, RpadiagError, unknown_name
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+CONFIG = "config.json"
+HUB_TIMEOUT_S = 5.0
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 
 
@@ -29,6 +32,51 @@ def resolve_dtype(name: str, config: Any) -> torch.dtype:
     return DTYPES[name]
 
 
+def is_path(model: str) -> bool:
+    """Whether a model argument is a directory; any other name is a hub id."""
+    return Path(model).exists() or os.path.isabs(model) or model.startswith((".", "~"))
+
+
+def check_source(model: str, *, revision: str | None = None) -> None:
+    """Raise InputError within seconds unless ``model`` is a whole directory, or a hub id that is cached or can be reached.
+
+    A hub id is asked for once, with a timeout: loading would try again for half a minute.
+    """
+    if is_path(model):
+        check_directory(Path(model))
+        return
+    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+    # what the hub's own errors derive from is what its HTTP client raises, whichever client that is
+    transport = [b for b in errors.HfHubHTTPError.__mro__ if b.__module__.startswith(("http", "requests"))]
+    expected: tuple[type[Exception], ...] = (OSError, ValueError, *(b for b in transport if issubclass(b, Exception)))
+    try:
+        get_hf_file_metadata(hf_hub_url(model, CONFIG, revision=revision), timeout=HUB_TIMEOUT_S)
+    except expected as error:
+        if not isinstance(error, ValueError) and isinstance(
+            try_to_load_from_cache(model, CONFIG, revision=revision), str
+        ):
+            return
+        raise _unresolved(model, revision, error) from error
+
+
+def _unresolved(model: str, revision: str | None, error: Exception) -> InputError:
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    where = f" at revision {revision}" if revision else ""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = lines[0] if lines else type(error).__name__
+    if isinstance(error, HfHubHTTPError | HFValidationError):
+        detail = f"it is no directory, and as a hub id: {said}"
+    else:
+        detail = f"it is no directory; as a hub id it is not in the cache, and the hub cannot be reached ({said})"
+    return InputError(
+        f"there is no model {model}{where}",
+        detail=detail,
+        hint="give a directory with config.json and safetensors files, or a hub id that can be reached from here",
+    )
+
+
 def check_directory(directory: Path) -> None:
     """Raise InputError unless ``directory`` holds a configuration and whole safetensors shards."""
     if not directory.is_dir():
@@ -37,7 +85,7 @@ def check_directory(directory: Path) -> None:
             detail="it is not a directory",
             hint="give a directory with config.json and safetensors files",
         )
-    if not (directory / "config.json").is_file():
+    if not (directory / CONFIG).is_file():
         raise InputError(f"{directory} has no config.json", hint="give the directory that holds config.json")
     for shard in _shards(directory):
         check_shard(shard)

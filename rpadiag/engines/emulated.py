@@ -16,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from rpadiag.engines.base import ModelFacts, TokenScores, TokenSequence
+from rpadiag.engines.base import ModelFacts, TokenScores, TokenSequence, check_scoring
 from rpadiag.engines.bundle_writer import BundleWriter
 from rpadiag.engines.trainer import TrainerEngine
 from rpadiag.engines.vllm import RolloutResult
@@ -103,8 +103,9 @@ class EmulatedEngine:
         """
         if together and (sites or num_generate):
             raise UsageError("an emulated batch captures no sites and generates no tokens", hint="score one by one")
-        if num_generate < 0:
-            raise UsageError(f"cannot generate {num_generate} tokens")
+        check_scoring(
+            self.facts, sequences, sites=sites, num_generate=num_generate, max_tokens=self.facts.max_positions
+        )
         if together:
             return self._score_together(sequences, bundle_dir, on_finished)
         results = []

@@ -50,9 +50,8 @@ class TrainerEngine:
         unsupported architecture, EngineError for a device that cannot be used.
         """
         name = os.fspath(model)
-        local = Path(name)
-        if local.exists() or local.is_absolute() or name.startswith("."):
-            checkpoint.check_directory(local)
+        if checkpoint.is_path(name):
+            checkpoint.check_directory(Path(name))
         config = checkpoint.load_config(name, revision=revision, trust_remote_code=trust_remote_code)
         family = family_for(config.architectures)
         family.facts(config)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from rpadiag.engines.base import ModelFacts, TokenScores, TokenSequence
+from rpadiag.engines.base import ModelFacts, TokenScores, TokenSequence, check_scoring
 from rpadiag.engines.bundle import open_bundle
 from rpadiag.engines.vllm_child import Child, child_environment, inherited_environment
-from rpadiag.errors import CaptureError, InputError, MissingDependencyError, UsageError, unknown_name
+from rpadiag.errors import CaptureError, MissingDependencyError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -253,42 +252,22 @@ class VllmEngine:
         self._request = request
 
     def _check(self, sequences: Sequence[TokenSequence], sites: Sequence[str], num_generate: int) -> None:
-        known = self.facts.sites
+        limit = self._manifest["max_model_len"] - 1
+        check_scoring(self.facts, sequences, sites=sites, num_generate=num_generate, max_tokens=limit)
         for site in sites:
-            if site not in known:
-                raise unknown_name("site", site, known)
             if site not in self._sites:
                 raise CaptureError(
                     f"site {site} was requested but cannot fire in engine vllm",
                     detail="the model is compiled: its modules are not called, only attention and the head are seen",
                     hint="start with enforce_eager=True (--mode eager), or ask for attn sites only",
                 )
-        if num_generate < 0:
-            raise UsageError(f"cannot generate {num_generate} tokens")
-        limit = self._manifest["max_model_len"] - 1
-        for sequence in sequences:
-            length = len(sequence.token_ids) + num_generate
-            if length > limit:
-                longest = max(len(s.token_ids) for s in sequences) + num_generate
-                raise InputError(
-                    f"prompt {sequence.prompt} has {length} tokens, the engine takes {limit}",
-                    detail=f"{num_generate} of them to generate; the model takes {self.facts.max_positions}",
-                    hint=f"shorten it, or start the engine with max_model_len={longest + 1}"
-                    if longest <= self.facts.max_positions
-                    else "shorten it: --max-tokens cuts prompts",
-                )
-            outside = [t for t in sequence.token_ids if not 0 <= t < self.facts.vocab_size]
-            if outside:
-                raise InputError(
-                    f"prompt {sequence.prompt} has token id {outside[0]}, the vocabulary has {self.facts.vocab_size}"
-                )
 
 
 def _check_model(model: str | Path) -> None:
     """Look at a local checkpoint before anything is started; a name that is no path is a hub id."""
-    from rpadiag.engines.checkpoint import check_directory
+    from rpadiag.engines.checkpoint import check_directory, is_path
 
-    if Path(model).exists() or isinstance(model, Path) or os.path.isabs(model) or str(model).startswith("."):
+    if isinstance(model, Path) or is_path(model):
         check_directory(Path(model))
 
 

@@ -4,7 +4,8 @@ vLLM packs the tokens of all running requests on one axis and may split a prompt
 :class:`Slice` list says which rows belong to which sequence; every hook cuts its tensor by it and appends the
 pieces to that sequence's file at once, so nothing needs to be cloned although vLLM's kernels work in place.
 
-Written for the V1 engine with either of its model runners; read against vLLM 0.26.0 and 0.32.0.
+Written for the V1 engine with either of its model runners, against the source of vLLM 0.32.0; run on 0.26.0 as well
+(docs/gpu-results.md).
 """
 
 from __future__ import annotations

@@ -52,16 +52,24 @@ def joint_candidates(*, layout: str = "neox") -> Iterator[Joint]:
 
 
 def fingerprint_qk_rope(
-    x: Tensor, weight: Tensor, positions: Tensor, out: Tensor, *, eps: float, inv_freq: Tensor, layout: str = "neox"
+    x: Tensor,
+    weight: Tensor,
+    positions: Tensor,
+    out: Tensor,
+    *,
+    eps: float,
+    inv_freq: Tensor,
+    scale: float = 1.0,
+    layout: str = "neox",
 ) -> dict[str, Fingerprint]:
     """Fingerprints of ``qk_norm`` (is the normed value rounded?), ``rmsnorm`` and ``rope`` from x and out [T, H, D].
 
-    Each region's matches are the projections of the joint fits, so an axis that one region hides is said to be untold there.
+    scale: factor of cos and sin (YaRN's attention factor). Each region's matches are the projections of the joint fits, so an axis that one region hides is said to be untold there.
     """
     dtype = check_capture("qk_norm", out, x, positions)
     if (early := not_low_precision("qk_norm", out, dtype)) is not None:
         return {r: replace(early, region=r) for r in ("qk_norm", "rmsnorm", "rope")}
-    cos, sin = rope_table(positions, inv_freq)
+    cos, sin = rope_table(positions, inv_freq, scale=scale)
 
     def evaluate(joint: Joint, rows: Tensor) -> Tensor:
         c, s = cos[rows][:, None, :], sin[rows][:, None, :]

@@ -20,10 +20,13 @@ from rpadiag.regions.fingerprint import (
 )
 
 
-def rope_table(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
-    """(cos, sin), float32 [T, D/2], of positions [T] and inverse frequencies [D/2]: one float32 product per angle."""
+def rope_table(positions: Tensor, inv_freq: Tensor, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """(cos, sin), float32 [T, D/2], of positions [T] and inverse frequencies [D/2]: one float32 product per angle.
+
+    scale: YaRN's attention factor, by which both implementations multiply the float32 table.
+    """
     angle = positions.float()[:, None] * inv_freq.float()[None, :]
-    return angle.cos(), angle.sin()
+    return angle.cos() * scale, angle.sin() * scale
 
 
 def fingerprint_rope(

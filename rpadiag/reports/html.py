@@ -89,26 +89,12 @@ def grouped(runs: Sequence[Run]) -> list[list[Run]]:
 def _same(compare: Run, bisect: Run, *, only: bool) -> bool:
     """Whether both ran on the same inputs; with a single comparison a mismatch is the user's mistake and raises."""
     try:
-        check_same_inputs(compare, bisect)
+        check_same_inputs(compare, bisect, prompts_only=True)
     except NotComparableError:
-        if _same_but_for_generated_tokens(compare, bisect):
-            return True
         if only:
             raise
         return False
     return True
-
-
-def _same_but_for_generated_tokens(compare: Run, bisect: Run) -> bool:
-    """Whether a bisection scored the prompts of a comparison that also scored what the rollout generated after them."""
-    weights = [(r.manifest.get("weights") or {}).get("trainer") for r in (compare, bisect)]
-    return weights[0] == weights[1] and _prompt_tokens(compare) == _prompt_tokens(bisect)
-
-
-def _prompt_tokens(run: Run) -> dict[int, list[int]]:
-    columns = run.table("prompts", ["prompt", "num_prompt_tokens", "token_ids"]).to_pydict()
-    rows = zip(columns["prompt"], columns["num_prompt_tokens"], columns["token_ids"], strict=True)
-    return {prompt: ids[:n] for prompt, n, ids in rows}
 
 
 def _render(page: Sequence[Section]) -> str:

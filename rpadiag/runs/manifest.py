@@ -92,6 +92,11 @@ def weights_digest(tensors: Mapping[str, str]) -> str:
     return h.hexdigest()
 
 
+def differing_tensors(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:
+    """Names of the tensors whose digests differ, or that only one side has, sorted; empty: the same weights."""
+    return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
+
+
 def now_utc() -> str:
     """Time of day in UTC, ISO 8601, to the second."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rpadiag.errors import InputError, NotComparableError
+from rpadiag.runs.manifest import differing_tensors, token_digest
 from rpadiag.runs.schema import FORMAT_NAME, FORMAT_VERSION, Table, table_named
 from rpadiag.runs.writer import FINDINGS, MANIFEST, METRICS, WEIGHTS
 
@@ -166,12 +167,13 @@ def _why(manifest: Mapping[str, Any]) -> str:
     return f"ended {manifest.get('ended_utc')} with {error.get('type')}: {error.get('message')}"
 
 
-def check_same_inputs(run_a: Run, run_b: Run) -> tuple[str, ...]:
+def check_same_inputs(run_a: Run, run_b: Run, *, prompts_only: bool = False) -> tuple[str, ...]:
     """Raise NotComparableError unless both runs scored the same tokens with the same weights.
 
-    Returns what could not be checked, in words (a run without a model records no weight digests).
+    prompts_only: tokens that the rollout generated after a prompt do not count, as between a comparison, which scores
+    them too, and a bisection, which generates none. Returns what could not be checked, in words (a run without a model records no weight digests).
     """
-    _check_tokens(run_a, run_b)
+    _check_tokens(run_a, run_b, prompts_only=prompts_only)
     unchecked: list[str] = []
     weights_a, weights_b = run_a.manifest.get("weights", {}), run_b.manifest.get("weights", {})
     for stack in sorted(set(weights_a) | set(weights_b)):
@@ -185,13 +187,17 @@ def check_same_inputs(run_a: Run, run_b: Run) -> tuple[str, ...]:
     return tuple(unchecked)
 
 
-def _check_tokens(run_a: Run, run_b: Run) -> None:
-    sides = []
-    for run in (run_a, run_b):
-        columns = run.table("prompts", ["prompt", "num_tokens", "token_digest"]).to_pydict()
-        rows = zip(columns["num_tokens"], columns["token_digest"], strict=True)
-        sides.append(dict(zip(columns["prompt"], rows, strict=True)))
-    a, b = sides
+def _scored(run: Run, *, prompts_only: bool) -> dict[int, tuple[int, str]]:
+    """Prompt -> (number of tokens, their digest)."""
+    if prompts_only:
+        rows = run.table("prompts", ["prompt", "num_prompt_tokens", "token_ids"]).to_pylist()
+        return {r["prompt"]: (n, token_digest(r["token_ids"][:n])) for r in rows for n in [r["num_prompt_tokens"]]}
+    rows = run.table("prompts", ["prompt", "num_tokens", "token_digest"]).to_pylist()
+    return {r["prompt"]: (r["num_tokens"], r["token_digest"]) for r in rows}
+
+
+def _check_tokens(run_a: Run, run_b: Run, *, prompts_only: bool) -> None:
+    a, b = (_scored(run, prompts_only=prompts_only) for run in (run_a, run_b))
     for prompt in sorted(set(a) | set(b)):
         if a.get(prompt) != b.get(prompt):
             raise NotComparableError(
@@ -209,7 +215,7 @@ def _side(path: Path, found: tuple[int, str] | None, num_prompts: int) -> str:
 
 def _different_weights(stack: str, run_a: Run, run_b: Run) -> NotComparableError:
     a, b = run_a.weights.get(stack, {}), run_b.weights.get(stack, {})
-    names = [n for n in sorted(set(a) | set(b)) if a.get(n) != b.get(n)]
+    names = differing_tensors(a, b)
     lines = [
         f"{run.path}: {len(tensors)} tensors, digest {run.manifest['weights'][stack]['digest']}"
         for run, tensors in ((run_a, a), (run_b, b))

@@ -135,7 +135,12 @@ PROMPTS = Table(
         _i32("prompt", "index", "number of the prompt, from 0, as in the prompt file"),
         _i32("num_tokens", "tokens", "prompt and generated tokens"),
         _i32("num_prompt_tokens", "tokens", "tokens of the prompt alone"),
-        _str("text", "text", "the decoded sequence; null without a tokenizer", nullable=True),
+        _str(
+            "text",
+            "text",
+            "the prompt as given, or as its chat template renders it; null where it was given as token ids",
+            nullable=True,
+        ),
         Column(name="token_ids", type="list<int32>", unit="token ids", text="prompt and generated tokens"),
         _str("token_digest", "hex", "BLAKE2b-128 of the token ids as little-endian int32"),
     ),

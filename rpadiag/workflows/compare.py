@@ -23,11 +23,12 @@ from rpadiag.compare.verdict import Control, Evidence, decide
 from rpadiag.errors import CaptureError
 from rpadiag.findings import Verdict
 from rpadiag.runs import RunWriter, create_run
+from rpadiag.runs.manifest import differing_tensors
 from rpadiag.sites import match_sites, split_site
 from rpadiag.workflows.compare_rows import prompt_row, token_columns
 from rpadiag.workflows.control import fp32_control
 from rpadiag.workflows.floors import measure_floors
-from rpadiag.workflows.inputs import Inputs, load_inputs
+from rpadiag.workflows.inputs import Inputs, check_model, load_inputs
 from rpadiag.workflows.options import DEFAULT_CONTRACT, CompareOptions
 from rpadiag.workflows.progress import SILENT, Progress
 from rpadiag.workflows.rollout import Rollout, start_rollout
@@ -91,6 +92,7 @@ def run_compare(
     running: a started engine of this model to use and leave running, for many comparisons without as many starts.
     Raises RpadiagError for anything the user can mend; the run directory then says ``failed``.
     """
+    check_model(options, progress)
     with (
         create_run(options.run, command="compare", options=options.to_dict(), given=given or {}) as run,
         ExitStack() as stack,
@@ -163,7 +165,7 @@ def _check_weights(run: RunWriter, inputs: Inputs, rollout: Rollout) -> list[str
     ours, theirs = inputs.trainer.weight_digests(), rollout.engine.weight_digests()
     run.set_weights("trainer", ours)
     run.set_weights("rollout", theirs)
-    return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    return differing_tensors(ours, theirs)
 
 
 def _stop_incomparable(

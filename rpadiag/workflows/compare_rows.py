@@ -16,7 +16,7 @@ def prompt_row(prompt: Prompt, sequence: TokenSequence) -> dict[str, Any]:
     return {
         "prompt": sequence.prompt,
         "num_prompt_tokens": sequence.num_prompt_tokens,
-        "text": prompt.text,
+        "text": prompt.text or None,
         "token_ids": list(sequence.token_ids),
     }
 
@@ -29,7 +29,7 @@ def token_columns(sequence: TokenSequence, ours: TokenScores, theirs: TokenScore
         "prompt": np.full(len(ids), sequence.prompt, dtype=np.int32),
         "position": position,
         "token": ids,
-        "text": [tokenizer.decode([int(i)]) if tokenizer is not None else "" for i in ids],
+        "text": [tokenizer.decode([int(i)]) if tokenizer is not None else None for i in ids],
         "source": np.where(position >= sequence.num_prompt_tokens, "decode", "prefill").tolist(),
         "p": ours.logprob,
         "q": theirs.logprob,

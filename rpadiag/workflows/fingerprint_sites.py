@@ -6,7 +6,7 @@ Shape legend: T tokens, W width, H heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rpadiag.errors import CaptureError
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rpadiag.engines.base import Capture, ModelFacts
 
 MAX_ROWS = 512  # tokens looked at per site; level-one axes need 64
+POSITIONS_ASSUMED = "the capture records no positions; 0, 1, 2, ... were assumed, and no contract fits at those"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,11 @@ class Captured:
             if rows >= MAX_ROWS:
                 break
         return torch.cat(parts)
+
+    @property
+    def positions_recorded(self) -> bool:
+        """Whether the engine recorded the positions of every token; else :meth:`positions` assumes them."""
+        return all(capture.positions is not None for capture in self.captures)
 
     def positions(self) -> torch.Tensor:
         """int64 [T] of the same tokens; 0, 1, 2, ... of each sequence where the engine did not record them."""
@@ -177,7 +183,7 @@ def _like(weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 def _rope_layer(result: SiteFingerprints, captured: Captured, weights: Weights, facts: ModelFacts, n: int) -> None:
     from rpadiag.regions.fingerprint_rope import fingerprint_rope, rope_table
 
-    cos, sin = (t * weights.rope_scale for t in rope_table(captured.positions(), weights.inv_freq))
+    cos, sin = rope_table(captured.positions(), weights.inv_freq, scale=weights.rope_scale)
     for kind in ("q", "k"):
         site = layer_site(n, f"{kind}_rope")
         source = layer_site(n, f"{kind}_norm" if facts.qk_norm else kind)
@@ -185,7 +191,15 @@ def _rope_layer(result: SiteFingerprints, captured: Captured, weights: Weights, 
             result.missing["rope"] = f"{site} needs {source}, which this engine did not show"
             continue
         x, out = (captured.read(s).unflatten(-1, (-1, facts.head_dim)) for s in (source, site))
-        result.add("rope", site, fingerprint_rope(x, captured.positions(), out, cos=cos, sin=sin))
+        found = fingerprint_rope(x, captured.positions(), out, cos=cos, sin=sin)
+        result.add("rope", site, _with_positions(found, captured))
+
+
+def _with_positions(found: Fingerprint, captured: Captured) -> Fingerprint:
+    """A contract that fits bit for bit proves assumed positions; where none fits, they are a reason that none does."""
+    if captured.positions_recorded or found.status != "no known contract":
+        return found
+    return replace(found, status="not determined", reasons=(*found.reasons, POSITIONS_ASSUMED))
 
 
 def _swiglu_layer(result: SiteFingerprints, captured: Captured, weights: Weights, facts: ModelFacts, n: int) -> None:
@@ -213,10 +227,10 @@ def _qk_layer(result: SiteFingerprints, captured: Captured, weights: Weights, fa
         rotated = rotated[:128]
         joint = fingerprint_qk_rope(
             x[:128], _like(weights.norms[site], rotated), captured.positions()[:128], rotated,
-            eps=facts.rms_eps, inv_freq=weights.inv_freq,
+            eps=facts.rms_eps, inv_freq=weights.inv_freq, scale=weights.rope_scale,
         )  # fmt: skip
-        result.add("qk_norm", out, joint["qk_norm"])
-        result.add("rmsnorm of q and k", site, joint["rmsnorm"])
+        result.add("qk_norm", out, _with_positions(joint["qk_norm"], captured))
+        result.add("rmsnorm of q and k", site, _with_positions(joint["rmsnorm"], captured))
 
 
 _Layer = Callable[[SiteFingerprints, Captured, Weights, "ModelFacts", int], None]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rpadiag.errors import InputError
 from rpadiag.workflows.options import ModelOptions
-from rpadiag.workflows.progress import Progress
+from rpadiag.workflows.progress import SILENT, Progress
 from rpadiag.workflows.smollm2 import resolve_model
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Inputs:
     prompts: Sequence[Prompt]
     sequences: tuple[TokenSequence, ...]
 
-    @property
+    @cached_property
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer, None where it has none (prompts were given as token ids)."""
         try:
@@ -49,6 +50,13 @@ def resolve_device(device: str) -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_model(options: ModelOptions, progress: Progress = SILENT) -> None:
+    """What can be known of the model argument without loading it: called before a run directory is made."""
+    from rpadiag.engines.checkpoint import check_source
+
+    check_source(resolve_model(options.model, progress), revision=options.revision)
 
 
 def load_trainer(options: ModelOptions, *, model: str, device: str, dtype: str, attention: str) -> TrainerEngine:

@@ -94,10 +94,15 @@ def test_a_damaged_json_file_is_an_input_error_that_names_the_file(make_run: Mak
 
 
 def inputs(
-    *token_ids: list[int], trainer: dict[str, str] | None = None, rollout: dict[str, str] | None = None
+    *token_ids: list[int],
+    num_prompt_tokens: int = 1,
+    trainer: dict[str, str] | None = None,
+    rollout: dict[str, str] | None = None,
 ) -> Callable[[RunWriter], None]:
     def fill(run: RunWriter) -> None:
-        run.add_prompts({"prompt": i, "num_prompt_tokens": 1, "token_ids": t} for i, t in enumerate(token_ids))
+        run.add_prompts(
+            {"prompt": i, "num_prompt_tokens": num_prompt_tokens, "token_ids": t} for i, t in enumerate(token_ids)
+        )
         if trainer:
             run.set_weights("trainer", trainer)
         if rollout:
@@ -122,6 +127,19 @@ def test_different_tokens_are_not_comparable_and_both_digests_are_shown(make_run
         check_same_inputs(a, b)
     for run in (a, b):
         assert f"{run.path}: 2 tokens, digest {run.prompts()['token_digest'].iloc[1]} (2 prompts)" in str(caught.value)
+
+
+def test_tokens_generated_after_a_prompt_count_unless_the_prompts_alone_are_asked_for(make_run: MakeRun) -> None:
+    generated = make_run("a", inputs([1, 2, 3], num_prompt_tokens=2))
+    other = make_run("b", inputs([1, 2, 4], num_prompt_tokens=2))
+    prompts = make_run("c", inputs([1, 2], num_prompt_tokens=2))
+    for run in (other, prompts):
+        with pytest.raises(NotComparableError, match="prompt 0 has different tokens"):
+            check_same_inputs(generated, run)
+        check_same_inputs(generated, run, prompts_only=True)
+    shorter = make_run("d", inputs([1], num_prompt_tokens=1))
+    with pytest.raises(NotComparableError, match="d: 1 tokens"):
+        check_same_inputs(generated, shorter, prompts_only=True)
 
 
 def test_a_missing_prompt_is_not_comparable(make_run: MakeRun) -> None:
