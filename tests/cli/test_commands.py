@@ -153,6 +153,57 @@ def test_report_prints_the_path_of_the_page(compared: Path, tmp_path: Path, caps
     assert page.stat().st_size > 10_000
 
 
+def test_report_writes_a_markdown_summary_alone_or_beside_the_page(
+    compared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary, page = tmp_path / "summary.md", tmp_path / "report.html"
+    assert run(["report", str(compared), "--markdown", str(summary)]) == 0
+    assert capsys.readouterr().out == f"{summary}\n"
+    text = summary.read_text(encoding="utf-8")
+    assert text.startswith("## ") and "**Rounding only.**" in text and "| mean abs d, nats |" in text
+    assert run(["report", str(compared), "--html", str(page), "--markdown", str(summary)]) == 0
+    assert capsys.readouterr().out == f"{page}\n{summary}\n"
+
+
+def test_report_without_a_file_to_write_is_a_usage_error(
+    compared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = ["--html", str(tmp_path / "a"), "--markdown", str(tmp_path / "a")]
+    for arguments, said in (([], "no file to write"), (both, "name the same file")):
+        assert run(["report", str(compared), *arguments]) == 2
+        shown = capsys.readouterr()
+        assert said in shown.err and "hint: " in shown.err and shown.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_contract_without_a_region_to_align_is_a_usage_error(
+    tiny: Callable[[str], Path], prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--run", str(tmp_path / "run"), "--rollout", "emulated", "--contract", "vllm-eager"]
+    assert run(["compare", str(tiny("llama")), str(prompts), *arguments]) == 2
+    problem = capsys.readouterr().err
+    assert "--contract names what an aligned trainer follows" in problem and "hint: add --align all" in problem
+    assert not (tmp_path / "run").exists()
+
+
+def test_tokens_of_a_model_without_a_tokenizer_have_no_text(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """Null in the tables, as docs/run-format.md says, and a report all the same."""
+    from rpadiag.runs import open_run
+
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (model / name).write_bytes((tiny("llama") / name).read_bytes())
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"token_ids": [5, 6, 7, 8]}\n', encoding="utf-8")
+    where = tmp_path / "run"
+    arguments = ["--run", str(where), "--rollout", "emulated", "--control", "none"]
+    assert run(["compare", str(model), str(prompts), *arguments]) == 0
+    found = open_run(where)
+    assert found.tokens()["text"].isna().all() and found.prompts()["text"].isna().all()
+    assert run(["report", str(where), "--html", str(tmp_path / "r.html")]) == 0
+
+
 def test_demo_numbers_its_directories_and_prints_three_findings_and_the_page(
     smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
