@@ -7,13 +7,16 @@ output. Merging takes that out of a comparison.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from rpadiag.engines.products import Product, own_product
+
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+MakeProduct = Callable[[torch.Tensor, torch.Tensor | None], Product]
 
 
 @contextlib.contextmanager
@@ -25,12 +28,9 @@ def merged_projections(model: nn.Module) -> Iterator[None]:
     """
     patched: list[tuple[nn.Module, Any]] = []
     try:
-        for module in model.modules():
-            for group in GROUPS:
-                members = [m for m in (getattr(module, name, None) for name in group) if isinstance(m, nn.Linear)]
-                if len(members) == len(group):
-                    patched += [(m, m.__dict__.get("forward")) for m in members]
-                    _merge(members)
+        for member, forward in merged_forwards(model):
+            patched.append((member, member.__dict__.get("forward")))
+            member.__dict__["forward"] = forward
         yield
     finally:
         for member, before in patched:
@@ -39,17 +39,32 @@ def merged_projections(model: nn.Module) -> Iterator[None]:
                 member.__dict__["forward"] = before
 
 
-def _merge(members: Sequence[nn.Linear]) -> None:
+def merged_forwards(model: nn.Module, product: MakeProduct = own_product) -> list[tuple[nn.Module, Product]]:
+    """Each projection of a group inside ``model`` with the forward that slices it from the group's one product.
+
+    product: makes the merged product of a weight [out, in] and its bias.
+    """
+    out: list[tuple[nn.Module, Product]] = []
+    for module in model.modules():
+        for group in GROUPS:
+            members = [m for m in (getattr(module, name, None) for name in group) if isinstance(m, nn.Linear)]
+            if len(members) == len(group):
+                out += zip(members, _slices(members, product), strict=True)
+    return out
+
+
+def _slices(members: Sequence[nn.Linear], product: MakeProduct) -> list[Product]:
     with torch.no_grad():
         weight = torch.cat([m.weight for m in members])
         bias = torch.cat([m.bias for m in members]) if all(m.bias is not None for m in members) else None
+    merged = product(weight, bias)
     widths = [m.out_features for m in members]
     last: dict[str, Any] = {}
 
-    def answer(index: int) -> Any:
+    def answer(index: int) -> Product:
         def forward(x: torch.Tensor) -> torch.Tensor:
             if last.get("input") is not x:
-                last["input"], last["parts"] = x, nn.functional.linear(x, weight, bias).split(widths, dim=-1)
+                last["input"], last["parts"] = x, merged(x).split(widths, dim=-1)
             part: torch.Tensor = last["parts"][index]
             if index == len(members) - 1:
                 last.clear()
@@ -57,5 +72,4 @@ def _merge(members: Sequence[nn.Linear]) -> None:
 
         return forward
 
-    for index, member in enumerate(members):
-        member.__dict__["forward"] = answer(index)
+    return [answer(index) for index in range(len(members))]

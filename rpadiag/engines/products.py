@@ -8,11 +8,13 @@ six times as fast. Used where a forward is one of many replicates, never where a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+
+Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 def has_slow_products(model: nn.Module) -> bool:
@@ -34,7 +36,7 @@ def fp32_products(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             if isinstance(module, nn.Linear):
                 patched.append((module, module.__dict__.get("forward")))
-                module.__dict__["forward"] = _forward(module)
+                module.__dict__["forward"] = fp32_product(module.weight, module.bias)
         yield
     finally:
         for module, before in patched:
@@ -43,11 +45,21 @@ def fp32_products(model: nn.Module) -> Iterator[None]:
                 module.__dict__["forward"] = before
 
 
-def _forward(module: nn.Linear) -> Any:
-    weight = module.weight.detach().to(torch.float32)
-    bias = None if module.bias is None else module.bias.detach().to(torch.float32)
+def fp32_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    """``x @ weight.T + bias`` by an FP32 kernel, rounded once to the dtype of ``x``; holds FP32 copies of both."""
+    wide = weight.detach().to(torch.float32)
+    wide_bias = None if bias is None else bias.detach().to(torch.float32)
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x.to(torch.float32), weight, bias).to(x.dtype)
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x.to(torch.float32), wide, wide_bias).to(x.dtype)
 
-    return forward
+    return product
+
+
+def own_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    """``x @ weight.T + bias`` as torch computes it in the dtype of ``x``."""
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, weight, bias)
+
+    return product
