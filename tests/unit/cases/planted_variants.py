@@ -6,26 +6,12 @@ import math
 from typing import Any
 
 import torch
-from planted import (
-    BF16,
-    CASES,
-    QW,
-    RES,
-    SMALL,
-    WEIGHT,
-    D,
-    H,
-    T,
-    X,
-    case,
-    head_norm,
-    inv_freq,
-    lp,
-    normal,
-    rope_inputs,
-    rotated,
-)
-from planted_rest import CHOSEN, HIDDEN, LOGITS, RAW, ROUTER, TOKENS, attended, gemm, partials, picked, qkv, scored, top
+from planted import BF16, CASES, case, lp, normal
+from planted_data import ROUTER, top
+from planted_head import CHOSEN, HIDDEN, LOGITS, RAW, TOKENS, picked, scored
+from planted_pointwise import QW, RES, SMALL, WEIGHT, X, head_norm
+from planted_products import attended, gemm, partials, qkv
+from planted_rope import D, H, T, inv_freq, rope_inputs, rotated
 from torch import Tensor
 
 __all__ = ["CASES"]

@@ -1,4 +1,4 @@
-"""Makes ``region_probes`` importable by the tests beside it."""
+"""Makes ``region_probes`` and ``aligned_models`` importable by the tests beside it."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_align import WAYS, assert_same, make_model
+from aligned_models import WAYS, assert_same, make_model
 
 import rpadiag
 from rpadiag.regions.ops import kernels_installed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_align import IDS, make_model, step
+from aligned_models import IDS, make_model, step
 
 import rpadiag
 from rpadiag.contracts import RmsNormContract

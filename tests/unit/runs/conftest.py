@@ -1,7 +1,8 @@
-"""A small complete run with every table, and rows to write."""
+"""A small complete run with every table, and rows to write; makes ``run_parts`` importable by the tests beside it."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 from rpadiag.bits import ulp_stats
 from rpadiag.findings import Finding, Verdict
 from rpadiag.runs import Run, RunWriter, create_run, open_run
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 TOKEN_IDS = ([5, 6, 7, 8], [9, 10])
 

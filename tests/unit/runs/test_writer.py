@@ -1,14 +1,11 @@
-"""What a run directory holds after success, failure, interruption, a full disk and kill -9."""
+"""What a run directory holds after success, and how a caller's mistakes are told."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from collections.abc import Callable
@@ -17,32 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from run_parts import start, token_columns
 
-from rpadiag.errors import InputError
 from rpadiag.findings import Finding
-from rpadiag.runs import Run, RunWriter, create_run, open_run, token_digest, weights_digest
-from rpadiag.runs.writer import ROWS_PER_GROUP
+from rpadiag.runs import Run, create_run, open_run, token_digest, weights_digest
 
 MakeRun = Callable[..., Run]
-
-
-def start(path: Path) -> RunWriter:
-    return create_run(path, command="compare", options={})
-
-
-def token_columns(n: int) -> dict[str, Any]:
-    rng = np.random.default_rng(0)
-    return {
-        "prompt": np.zeros(n, np.int32),
-        "position": np.arange(n, dtype=np.int32),
-        "token": np.arange(n, dtype=np.int32),
-        "source": ["prefill"] * n,
-        "p": rng.standard_normal(n).astype(np.float32),
-    }
-
-
-def status(path: Path) -> str:
-    return str(json.loads((path / "manifest.json").read_text())["status"])
 
 
 def test_a_run_reads_back_as_it_was_written(make_run: MakeRun) -> None:
@@ -130,222 +107,6 @@ def test_torch_flags_are_recorded_when_torch_is_loaded_and_torch_is_not_loaded_f
     assert done.stdout.strip() == "high", done.stderr
 
 
-def test_status_is_started_while_the_work_is_running_and_such_a_run_is_refused(tmp_path: Path) -> None:
-    with start(tmp_path / "run") as run:
-        run.add_tokens(token_columns(3))
-        assert status(run.path) == "started"
-        with pytest.raises(InputError, match="not complete: its status is started"):
-            open_run(run.path)
-    assert status(tmp_path / "run") == "complete"
-
-
-def test_an_exception_leaves_status_failed_with_its_reason_and_no_tables(tmp_path: Path) -> None:
-    def work() -> None:
-        with start(tmp_path / "run") as run:
-            run.add_tokens(token_columns(ROWS_PER_GROUP + 1))
-            (run.scratch_dir() / "bundle.bin").write_bytes(b"x" * 100)
-            raise ZeroDivisionError("by nothing")
-
-    with pytest.raises(ZeroDivisionError):
-        work()
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["manifest.json"]
-    with pytest.raises(InputError, match=r"status is failed\nended .* with ZeroDivisionError: by nothing"):
-        open_run(tmp_path / "run")
-
-
-def test_ctrl_c_leaves_status_interrupted(tmp_path: Path) -> None:
-    child = _child(tmp_path / "run", "print('ready', flush=True); time.sleep(60)")
-    child.send_signal(signal.SIGINT)
-    child.wait(30)
-    assert status(tmp_path / "run") == "interrupted"
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["manifest.json"]
-    with pytest.raises(InputError, match="status is interrupted"):
-        open_run(tmp_path / "run")
-
-
-def test_kill_9_leaves_status_started_and_the_run_is_refused_and_not_overwritten(tmp_path: Path) -> None:
-    child = _child(tmp_path / "run", "print('ready', flush=True); time.sleep(60)")
-    child.kill()
-    child.wait(30)
-    with pytest.raises(InputError, match=r"status is started\n.*still running, or its process was killed"):
-        open_run(tmp_path / "run")
-    with pytest.raises(InputError, match=r"exists\nit holds a run with status started"):
-        start(tmp_path / "run")
-
-
-def _child(path: Path, body: str) -> subprocess.Popen[str]:
-    """A process that writes more than a row group into a run, then does ``body``; returned once it says ready."""
-    code = f"""
-        import time, numpy as np
-        from rpadiag.runs import create_run
-        n = {ROWS_PER_GROUP + 10}
-        with create_run({str(path)!r}, command="compare", options={{}}) as run:
-            run.add_tokens(dict(prompt=np.zeros(n, int), position=np.arange(n), token=np.arange(n), source=["prefill"] * n))
-            {body}
-    """
-    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None and child.stdout.readline() == "ready\n"
-    assert (path / "tokens.parquet.part").exists()
-    return child
-
-
-# -- places that cannot be used ------------------------------------------------------------------------
-
-
-def test_a_directory_with_anything_in_it_is_refused_and_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("keep me")
-    with pytest.raises(InputError, match=r"run directory .* exists\nit is not empty\nhint: name another directory"):
-        start(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
-
-
-def test_a_complete_run_is_refused_and_left_alone(make_run: MakeRun) -> None:
-    run = make_run()
-    with pytest.raises(InputError, match="it holds a run with status complete"):
-        start(run.path)
-    assert open_run(run.path).manifest == run.manifest
-
-
-def test_an_empty_directory_and_missing_parents_are_fine(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    for where in (tmp_path / "empty", tmp_path / "a" / "b" / "c"):
-        with start(where):
-            pass
-        assert status(where) == "complete"
-
-
-def test_a_file_in_the_way_is_an_input_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="is a file"):
-        start(tmp_path / "file")
-    with pytest.raises(InputError, match="Not a directory"):
-        start(tmp_path / "file" / "run")
-
-
-def test_a_parent_that_cannot_be_written_is_an_input_error() -> None:
-    code = """
-        import os, sys
-        from rpadiag.errors import InputError
-        from rpadiag.runs import create_run
-        if os.getuid() == 0:
-            os.setuid(65534)  # permissions do not hold root back
-        try:
-            create_run(sys.argv[1], command="compare", options={})
-        except InputError as error:
-            print(error)
-    """
-    with tempfile.TemporaryDirectory() as outer:  # pytest's own directory is closed to other users
-        os.chmod(outer, 0o755)
-        locked = Path(outer) / "locked"
-        locked.mkdir(mode=0o555)
-        command = [sys.executable, "-c", textwrap.dedent(code), str(locked / "run")]
-        done = subprocess.run(command, capture_output=True, text=True)
-    assert "Permission denied" in done.stdout, done.stderr
-    assert "hint: choose a directory you can write to" in done.stdout
-
-
-@pytest.mark.parametrize("limit", [0, 100, 3_000, 20_000, 60_000])
-def test_a_disk_that_fills_up_at_any_point_is_an_input_error_and_the_run_is_refused(tmp_path: Path, limit: int) -> None:
-    """RLIMIT_FSIZE stops every file at ``limit`` bytes, as a full disk or a quota would."""
-    path = tmp_path / "run"
-    code = f"""
-        import resource, signal
-        from pathlib import Path
-        import numpy as np, pyarrow.parquet
-        from rpadiag.errors import InputError
-        from rpadiag.runs import create_run
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        n = 40_000
-        try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, resource.RLIM_INFINITY))
-            with create_run({str(path)!r}, command="compare", options={{}}) as run:
-                p = np.random.default_rng(0).standard_normal(n).astype(np.float32)
-                run.add_tokens(dict(prompt=np.zeros(n, int), position=np.arange(n), token=np.arange(n),
-                                    source=["prefill"] * n, p=p))
-        except InputError as error:
-            print(error)
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
-    assert "cannot write run" in done.stdout and "hint: free some space" in done.stdout, done.stderr
-    with pytest.raises(InputError):
-        open_run(path)
-    assert not list(path.glob("*.parquet"))
-
-
-def test_a_full_disk_met_by_other_code_while_the_run_is_open_is_an_input_error_too(tmp_path: Path) -> None:
-    def work(name: str, save: Callable[[], object]) -> None:
-        with start(tmp_path / name):
-            save()
-
-    def foreign() -> None:  # what bindings of C++ and Rust writers raise
-        raise RuntimeError("I/O error: No space left on device (os error 28)")
-
-    writers: dict[str, Callable[[], object]] = {
-        "numpy": lambda: np.zeros(1 << 16).tofile("/dev/full"),
-        "file": lambda: Path("/dev/full").write_bytes(b"x"),
-        "foreign": foreign,
-    }
-    for name, save in writers.items():
-        with pytest.raises(InputError, match=r"cannot write run .*No space left on device"):
-            work(name, save)
-        assert status(tmp_path / name) == "failed"
-
-
-def _can_mount(where: Path) -> bool:
-    where.mkdir(exist_ok=True)
-    if os.getuid() != 0:
-        return False
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(where)], capture_output=True)
-    if done.returncode == 0:
-        subprocess.run(["umount", str(where)], check=True)
-    return done.returncode == 0
-
-
-def test_a_tmpfs_of_any_size_ends_in_a_complete_run_or_a_clear_refusal(
-    tmp_path: Path, fill_run: Callable[[RunWriter], None]
-) -> None:
-    mount = tmp_path / "disk"
-    if not _can_mount(mount):
-        pytest.skip("mounting a small tmpfs needs root; RLIMIT_FSIZE covers one file at a time above")
-
-    def on_disk_of(pages: int) -> str:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={pages * 4}k", "tmpfs", str(mount)], check=True)
-        try:
-            return _write_into(mount / "run", fill_run)
-        finally:
-            subprocess.run(["umount", str(mount)], check=True)
-
-    assert _write_into(tmp_path / "roomy", fill_run) == "complete"
-    needed = sum(-(-f.stat().st_size // 4096) for f in (tmp_path / "roomy").iterdir())
-    assert on_disk_of(needed * 2) == "complete"
-    # no room for the manifest; for the tables; for the last few of the small files
-    sizes = [1, 2, 4, needed // 2, *range(needed - 8, needed - 1)]
-    assert {pages: on_disk_of(pages) for pages in sizes} == dict.fromkeys(sizes, "refused")
-
-
-def _write_into(path: Path, fill_run: Callable[[RunWriter], None]) -> str:
-    def write() -> None:
-        with start(path) as run:
-            fill_run(run)
-            run.add_tokens(token_columns(ROWS_PER_GROUP * 2))
-            (run.scratch_dir() / "bundle.bin").write_bytes(bytes(10_000))
-
-    try:
-        write()
-    except InputError:
-        shutil.rmtree(path)
-        with pytest.raises(InputError, match="No space left on device\nhint: free some space"):
-            write()
-        with pytest.raises(InputError):
-            open_run(path)
-        return "refused"
-    assert len(open_run(path).tokens()) == ROWS_PER_GROUP * 2 + 4
-    return "complete"
-
-
-# -- misuse ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -399,9 +160,6 @@ def test_scratch_directory_is_gone_afterwards(tmp_path: Path) -> None:
         (scratch / "deep").mkdir()
         (scratch / "deep" / "file").write_text("x")
     assert not scratch.exists()
-
-
-# -- size ---------------------------------------------------------------------------------------------
 
 
 def test_memory_does_not_grow_with_the_number_of_rows(tmp_path: Path) -> None:

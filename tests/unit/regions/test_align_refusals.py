@@ -1,0 +1,153 @@
+"""What align refuses, and how it leaves the model then."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from aligned_models import IDS, assert_same, make_model, step
+from torch import Tensor
+
+import rpadiag
+from rpadiag.contracts import RmsNormContract, SwigluContract
+from rpadiag.errors import InputError, RpadiagError, UsageError
+from rpadiag.regions.presets import PRESETS, Preset
+
+
+def test_an_unknown_model_is_refused_with_the_known_families() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=50))
+    with pytest.raises(InputError) as caught:
+        rpadiag.align(model)
+    assert "GPT2LMHeadModel" in str(caught.value) and "llama, qwen2, qwen3, mistral" in str(caught.value)
+
+
+def test_a_subclass_with_its_own_forward_is_refused() -> None:
+    model = make_model("llama")
+    mlp = model.model.layers[1].mlp
+
+    class Other(type(mlp)):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    mlp.__class__ = Other
+    with pytest.raises(InputError, match="Other where transformers' LlamaMLP is expected"):
+        rpadiag.align(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"regions": ("ropes",)}, "unknown region: ropes"),
+        ({"contract": "vlm-eager"}, "unknown contract preset: vlm-eager"),
+        ({"layers": [3]}, "there is no layer 3"),
+        ({"layers": []}, "no layers to align"),
+        ({"kernels": "cuda"}, "unknown kernel choice: cuda"),
+        ({"contract": "torchtitan"}, "layout=interleaved"),
+        ({"contract": RmsNormContract(weight="1+w")}, "weight=1[+]w"),
+        ({"contract": SwigluContract(), "regions": ("rope",)}, "says nothing about region rope"),
+        ({"regions": ("qk_norm",)}, "the model has no region qk_norm"),
+        ({"contract": {}}, "names no regions"),
+        ({"contract": "missing.json"}, "cannot read the contract file"),
+    ],
+)
+def test_bad_arguments_are_refused_and_leave_the_model_as_it_was(arguments: dict[str, Any], message: str) -> None:
+    model = make_model("llama")
+    before = step(model)
+    with pytest.raises(RpadiagError, match=message):
+        rpadiag.align(model, **arguments)
+    assert not any("forward" in m.__dict__ for m in model.modules())
+    assert_same(before, step(model))
+
+
+def test_a_region_that_the_family_lacks_is_named() -> None:
+    model = make_model("gemma")
+    with pytest.raises(UsageError, match="the model has no region swiglu"):
+        rpadiag.align(model, regions=("swiglu",))
+    with rpadiag.align(model) as alignment:
+        assert set(alignment.contracts) == {"rope", "rmsnorm"}
+
+
+def test_aligning_twice_is_refused_and_the_first_stays() -> None:
+    model = make_model("llama")
+    with rpadiag.align(model, contract="vllm-eager"):
+        expected = step(model)
+        with pytest.raises(UsageError, match="already has a forward of its own"):
+            rpadiag.align(model, regions=("swiglu",))
+        assert_same(expected, step(model))
+
+
+def test_undo_twice_is_once_and_out_of_order_is_refused() -> None:
+    model = make_model("llama")
+    alignment = rpadiag.align(model)
+    layer = model.model.layers[0]
+    ours, layer.forward = layer.forward, lambda *a, **k: None
+    with pytest.raises(UsageError, match="was replaced since"):
+        alignment.undo()
+    layer.forward = ours
+    alignment.undo()
+    alignment.undo()
+    assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_alignment_is_undone_when_the_body_raises() -> None:
+    model = make_model("llama")
+    before = step(model)
+    with pytest.raises(ZeroDivisionError), rpadiag.align(model):
+        raise ZeroDivisionError
+    assert_same(before, step(model))
+
+
+def test_hidden_states_replaced_by_a_hook_are_refused_where_the_unrounded_sum_is_needed() -> None:
+    model = make_model("llama")
+    model.model.layers[0].register_forward_hook(lambda m, a, out: out + 0.5)
+    with rpadiag.align(model, contract="fp32-output"), pytest.raises(InputError, match="did not reach layer 1"):
+        model(input_ids=IDS)
+    with rpadiag.align(model, contract="vllm-eager"):
+        assert bool(model(input_ids=IDS).logits.isfinite().all())
+
+
+def test_triton_kernels_asked_for_and_absent_are_an_error() -> None:
+    from rpadiag.regions.ops import kernels_installed
+
+    if kernels_installed():
+        pytest.skip("the Triton kernels are installed here")
+    with pytest.raises(RpadiagError, match="Triton kernels were asked for"):
+        rpadiag.align(make_model("llama"), kernels="triton")
+
+
+@pytest.mark.parametrize("preset", ["hf-eager", "fp32-output", "flashinfer", "vllm-cpu-ops-avx2"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_the_kernels_package_makes_the_same_model(preset: str, family: str) -> None:
+    pytest.importorskip("rpadiag_kernels", reason="the kernels package is not installed")
+    model = make_model(family)
+    with rpadiag.align(model, contract=preset, kernels="reference"):
+        expected = step(model)
+    with rpadiag.align(model, contract=preset, kernels="triton"):
+        assert_same(expected, step(model))
+
+
+def test_the_kernels_package_compiles_in_one_graph() -> None:
+    pytest.importorskip("rpadiag_kernels", reason="the kernels package is not installed")
+    model = make_model("llama").eval()
+    with rpadiag.align(model, kernels="triton"), torch.no_grad():
+        torch._dynamo.reset()
+        expected = model(input_ids=IDS, use_cache=False).logits
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(input_ids=IDS, use_cache=False).logits, expected)
+
+
+def test_presets_survive_json() -> None:
+    from rpadiag.regions.presets import preset_from_dict
+
+    for preset in PRESETS.values():
+        assert isinstance(preset, Preset)
+        assert preset_from_dict(json.loads(json.dumps(preset.to_dict()))) == preset
+        assert preset.versions and preset.source and preset.evidence
+
+
+def test_fp32_output_is_vllm_compiled() -> None:
+    assert PRESETS["fp32-output"].regions == PRESETS["vllm-compiled"].regions
