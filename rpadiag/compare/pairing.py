@@ -19,7 +19,7 @@ import numpy as np
 
 from rpadiag.bits import UlpStats, to_numpy_bits, ulp_stats
 from rpadiag.compare.aggregate import Aggregate
-from rpadiag.compare.verdict import PositionCheck
+from rpadiag.compare.evidence import PositionCheck
 from rpadiag.errors import CaptureError
 from rpadiag.sites import region_of, split_site
 

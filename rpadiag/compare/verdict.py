@@ -7,88 +7,49 @@ bitwise equality, the FP32 control, where rounding vanishes and mistakes stay, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import replace
 
-from rpadiag.compare.aggregate import Aggregate
+from rpadiag.compare.causes import QUANTISED_WEIGHTS
+from rpadiag.compare.evidence import (
+    FP32_LOCAL_REL_L2,
+    FP32_MEAN_ABS_D,
+    LP_LOCAL_REL_L2,
+    Evidence,
+    suspects,
+)
+from rpadiag.compare.verdict_causes import beyond_in_fp32, config_differs, named_cause, without_local
 from rpadiag.findings import Finding, Verdict
 from rpadiag.sites import region_of, split_site
 
-# An operation in FP32 on identical input repeats to about 1e-7 (relative L2); accumulation order of a long product
-# and another exp reach a few 1e-6. The smallest planted mistake (epsilon 1e-6 for 1e-5) gives 1e-4 at the first norm.
-FP32_LOCAL_REL_L2 = 2e-5
-# FP32 logprobs of two correct stacks agree to about 1e-5 nats; planted mistakes start at 4e-4.
-FP32_MEAN_ABS_D = 1e-4
-# A 16-bit operation with a few rounding points stays within a few half steps (2^-9 = 2e-3 for bfloat16).
-LP_LOCAL_REL_L2 = {"bfloat16": 1.6e-2, "float16": 2e-3, "float32": FP32_LOCAL_REL_L2}
 NOTABLE_LOCAL = 1e-3
 # Rounding at another point leaves magnitudes balanced within a few per cent; truncation against rounding gives 1.
 ONE_SIDED_BALANCE = 0.8
 MIN_ONE_SIDED = 100
-ROPE_POINTS = ("q_rope", "k_rope")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PositionCheck:
-    """Positions the two stacks used: equal, shifted by a constant, or different in another way."""
-
-    kind: str  # "equal" | "shifted" | "different" | "unobserved"
-    offset: int = 0
-    uniform: bool = True
-    prompt: int | None = None
-    index: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Control:
-    """FP32 control: per-site statistics and the end-to-end difference, both in FP32.
-
-    mean_abs_d: nats, None where not scored. reason: why there is no control.
-    explained: what kind of fault the most suspicious operation has, with its parameter solved, where the data says.
-    """
-
-    aggregate: Aggregate | None = None
-    mean_abs_d: float | None = None
-    num_tokens: int = 0
-    reason: str | None = None
-    explained: tuple[Finding, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evidence:
-    """Everything the verdict is decided from."""
-
-    dtype: str
-    aggregate: Aggregate
-    control: Control
-    mean_abs_d: float
-    max_abs_d: float
-    num_tokens: int
-    rollout: str
-    num_nonfinite: int = 0
-    weights_differing: Sequence[str] = ()
-    positions: PositionCheck = field(default_factory=lambda: PositionCheck(kind="equal"))
-    floors: Mapping[str, float] = field(default_factory=dict)
 
 
 def decide(evidence: Evidence) -> Verdict:
     """The verdict, with its evidence most telling first."""
-    for rule in (_not_comparable, _identical, _not_finite, _mistake_in_fp32, _mistake_in_lp):
-        verdict = rule(evidence)
-        if verdict is not None:
-            return verdict
-    return _rounding_only(evidence)
+    rules = (
+        _not_comparable, _identical, _not_finite, named_cause, _mistake_in_fp32, _mistake_in_lp, config_differs, without_local,
+    )  # fmt: skip
+    verdict = next((v for rule in rules if (v := rule(evidence)) is not None), None) or _rounding_only(evidence)
+    named = tuple(f for f in evidence.causes if f not in verdict.evidence)
+    return replace(verdict, evidence=(*verdict.evidence, *named))
 
 
 def _not_comparable(e: Evidence) -> Verdict | None:
     if e.weights_differing:
         named = ", ".join(e.weights_differing[:3])
         more = f" and {len(e.weights_differing) - 3} more" if len(e.weights_differing) > 3 else ""
+        quantised = tuple(f for f in e.causes if f.code == QUANTISED_WEIGHTS)
+        advice = "Load the same checkpoint on both sides, or sync the weights, before looking at numerics."
         return Verdict(
             kind="not comparable",
             sentence=f"Not comparable: {len(e.weights_differing)} weight tensors differ between the stacks ({named}{more}). "
-            "Load the same checkpoint on both sides, or sync the weights, before looking at numerics.",
+            + (quantised[0].text if quantised else advice),
             evidence=(
+                *quantised,
                 Finding(
                     code="weights-differ",
                     severity="error",
@@ -157,19 +118,19 @@ def _mistake_in_fp32(e: Evidence) -> Verdict | None:
     control = e.control
     if control.aggregate is None or control.mean_abs_d is None:
         return None
-    suspects = _suspects(control.aggregate, FP32_LOCAL_REL_L2, positions=e.positions)
-    if not suspects and control.mean_abs_d <= FP32_MEAN_ABS_D:
+    found = suspects(control.aggregate, FP32_LOCAL_REL_L2, positions=e.positions)
+    if not found and control.mean_abs_d <= FP32_MEAN_ABS_D:
         return None
     fp32 = f"FP32 logprobs differ by {control.mean_abs_d:.1e} nats (n = {control.num_tokens}), where rounding would leave about 1e-5"
-    if not suspects:
-        first = control.aggregate.first_divergent()
+    if not found:
+        first, where = beyond_in_fp32(e)
         return Verdict(
             kind="different computation",
-            sentence=f"Different computation: {fp32}, yet no single operation explains it; look at what both sides were given.",
+            sentence=f"Different computation: {fp32}, {where}.",
             site=first,
             evidence=(_control_finding(e),),
         )
-    site, rel = suspects[0]
+    site, rel = found[0]
     explained = tuple(f for f in control.explained if f.site == site)
     what = f" What it looks like: {explained[0].text.rstrip('.')}." if explained else ""
     return Verdict(
@@ -178,22 +139,22 @@ def _mistake_in_fp32(e: Evidence) -> Verdict | None:
         f"{rel:.1e} (relative L2), a {_times(rel / FP32_LOCAL_REL_L2)} the limit for rounding. {fp32}. Check this operation's "
         f"{_suspicion(site)} before aligning anything.{what}",
         site=site,
-        evidence=(*explained, _control_finding(e), *_suspect_findings(suspects, "fp32"), *_position_findings(e)),
+        evidence=(*explained, _control_finding(e), *_suspect_findings(found, "fp32"), *_position_findings(e)),
     )
 
 
 def _mistake_in_lp(e: Evidence) -> Verdict | None:
-    suspects = _suspects(e.aggregate, LP_LOCAL_REL_L2[e.dtype], positions=e.positions)
-    if not suspects:
+    found = suspects(e.aggregate, LP_LOCAL_REL_L2[e.dtype], positions=e.positions)
+    if not found:
         return None
-    site, rel = suspects[0]
+    site, rel = found[0]
     only_here = "" if e.control.aggregate is None else f" In FP32 it agrees, so the mistake is in its {e.dtype} path."
     return Verdict(
         kind="different computation",
         sentence=f"Different computation at {site} ({region_of(site)}): fed the same input, its {e.dtype} output is off by {rel:.1e} "
         f"(relative L2), more than rounding can do.{only_here} Check this operation's {_suspicion(site)}.",
         site=site,
-        evidence=(_control_finding(e), *_suspect_findings(suspects, e.dtype), *_position_findings(e)),
+        evidence=(_control_finding(e), *_suspect_findings(found, e.dtype), *_position_findings(e)),
     )
 
 
@@ -225,31 +186,6 @@ def _rounding_only(e: Evidence) -> Verdict:
         site=e.aggregate.first_divergent(),
         evidence=(_control_finding(e), *biased, *_local_findings(e), *_position_findings(e)),
     )
-
-
-def most_suspicious(aggregate: Aggregate) -> str | None:
-    """Site of an FP32 aggregate whose operation is furthest off on identical input, if any is beyond rounding."""
-    found = _suspects(aggregate, FP32_LOCAL_REL_L2, positions=PositionCheck(kind="equal"))
-    return found[0][0] if found else None
-
-
-def _suspects(aggregate: Aggregate, limit: float, *, positions: PositionCheck) -> list[tuple[str, float]]:
-    """Sites whose local relative L2 is above the limit, the earliest first, then the largest of the others."""
-    found = [
-        (site, stats.rel_l2)
-        for site, stats in aggregate.locals()
-        if stats.rel_l2 > limit
-        and split_site(site)[1] != "logprob"
-        and not (positions.kind == "shifted" and split_site(site)[1] in ROPE_POINTS)
-    ]
-    if not found:
-        return []
-    by_point: dict[str, tuple[str, float]] = {}
-    for site, rel in found:
-        point = split_site(site)[1]
-        if point not in by_point or rel > by_point[point][1]:
-            by_point[point] = (site, rel)
-    return sorted(by_point.values(), key=lambda item: -item[1])
 
 
 def _suspicion(site: str) -> str:

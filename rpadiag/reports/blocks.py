@@ -155,7 +155,7 @@ def control_block(run: Run, sites: pd.DataFrame, key: str) -> Block | None:
     title = "FP32 control"
     if not (sites["precision"] == "fp32").any():
         return Block(key=f"{key}-control", title=title, lead=[f"Not made: {reason}."]) if reason else None
-    from rpadiag.compare.verdict import FP32_LOCAL_REL_L2
+    from rpadiag.compare.evidence import FP32_LOCAL_REL_L2
 
     by_site = pooling.pool_sites(sites, precision="fp32", by=("layer", "point"))
     by_point = pooling.pool_sites(sites, precision="fp32", by=("point",))

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rpadiag.compare.evidence import Control, Evidence
 from rpadiag.compare.metrics import logprob_metrics
 from rpadiag.compare.pairing import Pairing, SequencePair, check_positions
-from rpadiag.compare.verdict import Control, Evidence, decide
+from rpadiag.compare.verdict import decide
 from rpadiag.errors import CaptureError
 from rpadiag.findings import Verdict
 from rpadiag.runs import RunWriter, create_run
@@ -131,7 +132,7 @@ def run_compare(
         run.set_manifest(
             **stacks,
             rollout_label=rollout.label,
-            sites={"requested": list(chosen), "absent": dict(inputs.facts.absent) | dict(rollout.absent)},
+            sites={"requested": list(chosen), "absent": inputs.facts.absent_reasons | dict(rollout.absent)},
             control={"precision": "fp32", "reason": control.reason, "num_tokens": control.num_tokens},
         )
         return _conclude(run, inputs, rollout, pairing, scored, floors, control)

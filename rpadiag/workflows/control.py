@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rpadiag.compare.aggregate import Aggregate
+from rpadiag.compare.evidence import Control, most_suspicious
 from rpadiag.compare.pairing import Pairing, SequencePair
-from rpadiag.compare.verdict import Control, most_suspicious
 from rpadiag.findings import Finding
 from rpadiag.runs import RunWriter
 from rpadiag.sites import split_site

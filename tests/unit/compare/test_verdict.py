@@ -7,8 +7,9 @@ import pytest
 
 from rpadiag.bits import UlpStats, ulp_stats
 from rpadiag.compare.aggregate import Aggregate
+from rpadiag.compare.evidence import Control, Evidence, PositionCheck
 from rpadiag.compare.pairing import check_positions
-from rpadiag.compare.verdict import Control, Evidence, PositionCheck, decide
+from rpadiag.compare.verdict import decide
 
 RNG = np.random.default_rng(0)
 VALUES = RNG.standard_normal(20_000).astype(np.float32)

@@ -1,0 +1,107 @@
+"""Causes of a difference that the stacks' own manifests name: quantised weights or KV cache, another configuration.
+
+They are facts, not measurements: what an engine says it ran with. A difference that has one of these causes is not
+called rounding, however small it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rpadiag.findings import Finding
+
+BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
+QUANTISED_WEIGHTS = "quantised-weights"
+QUANTISED_CACHE = "quantised-kv-cache"
+CONFIG_DIFFERS = "config-differs"
+# Points whose own operation a cause reaches; everything else that is off has another cause.
+REACHES = {
+    QUANTISED_WEIGHTS: ("q", "k", "v", "o", "gate", "up", "down", "logits", "embed"),
+    QUANTISED_CACHE: ("attn",),
+}
+# Manifest entry -> (region, what it is in words). Compared where both manifests have it.
+CONFIG = {
+    "rms_eps": ("rmsnorm", "the epsilon of RMSNorm"),
+    "rope": ("rope", "RoPE"),
+    "hidden_act": ("swiglu", "the activation"),
+    "attention_bias": ("matmul", "the bias of q, k and v"),
+    "final_logit_softcapping": ("lm_head", "the cap of the logits"),
+    "logit_scale": ("lm_head", "the scale of the logits"),
+    "tie_word_embeddings": ("lm_head", "whether the head is the embedding"),
+}
+
+
+def known_causes(trainer: Mapping[str, Any], rollout: Mapping[str, Any]) -> tuple[Finding, ...]:
+    """Findings from two manifests: of engines that ran, or the ``meta`` of two bundles."""
+    stacks = (("trainer", trainer), ("rollout", rollout))
+    return (
+        *(f for name, meta in stacks if (f := _weights(name, meta)) is not None),
+        *(f for name, meta in stacks if (f := _cache(name, meta)) is not None),
+        *_configs(trainer, rollout),
+    )
+
+
+def is_quantised(meta: Mapping[str, Any]) -> str | None:
+    """The method that a stack's weights are quantised with, None where its manifest names none."""
+    config = meta.get("config")
+    method = meta.get("quantization") or (config.get("quantization") if isinstance(config, Mapping) else None)
+    return None if not method or str(method).lower() == "none" else str(method)
+
+
+def narrow_cache(meta: Mapping[str, Any]) -> str | None:
+    """Dtype of a KV cache that holds fewer bits than the model computes with; None where it does not, or is not named."""
+    cache, model = str(meta.get("cache_dtype") or "auto").lower(), str(meta.get("dtype") or "bfloat16")
+    if cache in ("auto", "none"):
+        return None
+    return None if BYTES.get(cache, 1) >= BYTES.get(model, 2) else cache
+
+
+def _weights(stack: str, meta: Mapping[str, Any]) -> Finding | None:
+    method = is_quantised(meta)
+    if method is None:
+        return None
+    text = (
+        f"The {stack} ran with quantised weights ({method}): its matrix products are of other numbers than those of the "
+        "checkpoint in 16 bits. What this moves is quantisation, not rounding, and no rounding position takes it back."
+    )
+    return Finding(
+        code=QUANTISED_WEIGHTS, severity="warning", region="matmul", text=text, numbers={"method": method}, rank=0
+    )
+
+
+def _cache(stack: str, meta: Mapping[str, Any]) -> Finding | None:
+    cache = narrow_cache(meta)
+    if cache is None:
+        return None
+    text = (
+        f"The {stack} kept keys and values in a {cache} KV cache, while it computes in {meta.get('dtype') or 'bfloat16'}: attention "
+        "reads them back with fewer bits. What this moves is the cache, not rounding."
+    )
+    return Finding(
+        code=QUANTISED_CACHE, severity="warning", region="attention", text=text, numbers={"cache_dtype": cache}, rank=0
+    )
+
+
+def _configs(trainer: Mapping[str, Any], rollout: Mapping[str, Any]) -> list[Finding]:
+    ours, theirs = trainer.get("config"), rollout.get("config")
+    if not isinstance(ours, Mapping) or not isinstance(theirs, Mapping):
+        return []
+    out = []
+    for name, (region, words) in CONFIG.items():
+        if name in ours and name in theirs and ours[name] != theirs[name]:
+            a, b = _shown(ours[name], theirs[name]), _shown(theirs[name], ours[name])
+            text = f"The stacks were configured differently: {words} is {a} in the trainer and {b} in the rollout."
+            numbers = {"name": name, "trainer": ours[name], "rollout": theirs[name]}
+            out.append(
+                Finding(code=CONFIG_DIFFERS, severity="error", region=region, text=text, numbers=numbers, rank=0)
+            )
+    return out
+
+
+def _shown(value: Any, other: Any) -> str:
+    """A value in a sentence; of an object only what the other side has differently."""
+    if isinstance(value, Mapping) and isinstance(other, Mapping):
+        differing = [k for k in sorted(value.keys() | other.keys()) if value.get(k) != other.get(k)]
+        return ", ".join(f"{k} {value.get(k, 'absent')}" for k in differing)
+    return str(value)

@@ -1,0 +1,115 @@
+"""Verdicts where something other than the measurement decides: a cause that the stacks name, or evidence that is not there."""
+
+from __future__ import annotations
+
+from rpadiag.compare.causes import CONFIG_DIFFERS, QUANTISED_CACHE, QUANTISED_WEIGHTS, REACHES
+from rpadiag.compare.evidence import (
+    FP32_LOCAL_REL_L2,
+    FP32_MEAN_ABS_D,
+    LP_LOCAL_REL_L2,
+    Evidence,
+    first_beyond,
+    suspects,
+)
+from rpadiag.findings import Finding, Verdict
+from rpadiag.sites import split_site
+
+_WORDS = {
+    QUANTISED_WEIGHTS: "weights quantised with {method}",
+    QUANTISED_CACHE: "a KV cache in {cache_dtype}",
+}
+
+
+def named_cause(e: Evidence) -> Verdict | None:
+    """Quantised weights or KV cache: the difference has this cause, and what it does not reach is looked at apart."""
+    quantised = [f for f in e.causes if f.code in _WORDS]
+    if not quantised:
+        return None
+    words = " and ".join(_WORDS[f.code].format(**f.numbers) for f in quantised)
+    reached = {point for f in quantised for point in REACHES[f.code]}
+    fp32 = e.control.aggregate
+    off = [] if fp32 is None else suspects(fp32, FP32_LOCAL_REL_L2, positions=e.positions)
+    off += suspects(e.aggregate, LP_LOCAL_REL_L2[e.dtype], positions=e.positions)
+    others = list(dict.fromkeys(site for site, _ in off if split_site(site)[1] not in reached))
+    beside = (
+        f" Beside it, {others[0]} is off by more than rounding when fed the same input, which this does not explain."
+        if others
+        else ""
+    )
+    return Verdict(
+        kind="different computation",
+        sentence=f"Different computation: one stack runs with {words}, the other does not. The logprobs differ by {e.mean_abs_d:.3f} nats per "
+        f"token (mean |d|, n = {e.num_tokens}); this is quantisation, not rounding, and aligning rounding positions does not remove it. "
+        f"To see rounding alone, compare without it.{beside}",
+        site=others[0] if others else None,
+        evidence=tuple(quantised) + _config_findings(e),
+    )
+
+
+def config_differs(e: Evidence) -> Verdict | None:
+    """The stacks' configurations differ, and no measurement has already said where."""
+    found = _config_findings(e)
+    if not found:
+        return None
+    return Verdict(
+        kind="different computation",
+        sentence=f"Different computation: {_lower(found[0].text)} The logprobs differ by {e.mean_abs_d:.3f} nats per token "
+        f"(mean |d|, n = {e.num_tokens}). Give both stacks the same configuration first.",
+        site=e.aggregate.first_divergent(),
+        evidence=found,
+    )
+
+
+def without_local(e: Evidence) -> Verdict | None:
+    """Bundles without the trainer's operations: the FP32 control decides alone, and without it nothing does."""
+    if e.no_local is None:
+        return None
+    first = e.aggregate.first_divergent()
+    where = f"the first site that differs is {first}" if first else "no captured site differs, only the scores"
+    gap = f"in {e.dtype} they differ by {e.mean_abs_d:.3f} nats per token (mean |d|, n = {e.num_tokens})"
+    note = Finding(
+        code="local-absent",
+        severity="notice",
+        text=f"Local divergence was not measured: {e.no_local}.",
+        rank=4,
+    )
+    if e.control.mean_abs_d is not None and e.control.mean_abs_d <= FP32_MEAN_ABS_D:
+        return Verdict(
+            kind="rounding only",
+            sentence=f"Rounding only: trainer and {e.rollout} agree to {e.control.mean_abs_d:.0e} nats in FP32 (n = {e.control.num_tokens}), so they "
+            f"compute the same function; {gap}, {where}. Which operations make it was not measured, so a mistake in the {e.dtype} path alone "
+            "could hide.",
+            site=first,
+            evidence=(note,),
+        )
+    return Verdict(
+        kind="inconclusive",
+        sentence=f"Inconclusive: trainer and {e.rollout} were given the same tokens; {gap}, {where}. Whether by rounding or by a mistake "
+        f"cannot be told: there is no FP32 control ({e.control.reason}), and local divergence was not measured ({e.no_local}).",
+        site=first,
+        evidence=(note,),
+    )
+
+
+def beyond_in_fp32(e: Evidence) -> tuple[str | None, str]:
+    """(site, words) of where FP32 first goes apart, for a mistake that no local divergence points at."""
+    assert e.control.aggregate is not None
+    if e.no_local is None:
+        first = e.control.aggregate.first_divergent()
+        return first, "yet no single operation explains it; look at what both sides were given"
+    found = first_beyond(e.control.aggregate, FP32_LOCAL_REL_L2)
+    if found is None:
+        return None, "yet every captured site agrees; look at the head and at how the stacks score tokens"
+    site, rel = found
+    return (
+        site,
+        f"and the first site that is off there is {site} (relative L2 {rel:.1e}): look at it and at what it reads",
+    )
+
+
+def _config_findings(e: Evidence) -> tuple[Finding, ...]:
+    return tuple(f for f in e.causes if f.code == CONFIG_DIFFERS)
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]
