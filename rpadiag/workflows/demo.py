@@ -81,7 +81,7 @@ def run_demo(options: DemoOptions, progress: Progress = SILENT) -> Demonstration
         bisect_run=bisect.run,
         html=html,
         sentence=str((compared.verdict or {}).get("sentence", "")),
-        findings=_most_important(compared.findings, bisected.findings),
+        findings=most_important(compared.findings, bisected.findings),
     )
 
 
@@ -103,11 +103,15 @@ def _next_directory(parent: Path) -> Path:
     raise InputError(f"{parent} already holds 999 demonstrations", hint="remove some, or choose another --into")
 
 
-def _most_important(
+def most_important(
     compared: Sequence[dict[str, Any]], bisected: Sequence[dict[str, Any]], num: int = NUM_FINDINGS
 ) -> list[dict[str, Any]]:
-    """The best-ranked finding of each kind over both runs; a comparison's comes first where ranks are equal."""
+    """The best-ranked finding of each kind over both runs: errors first, a comparison's first where ranks are equal.
+
+    A region that was not found responsible is no finding to show first: it says what is not known.
+    """
     kinds: dict[str, dict[str, Any]] = {}
-    for finding in sorted([*compared, *bisected], key=lambda f: f["rank"]):
+    told = [f for f in (*compared, *bisected) if not (f["code"] == "systematic-region" and f["severity"] == "info")]
+    for finding in sorted(told, key=lambda f: (f["severity"] != "error", f["rank"])):
         kinds.setdefault(finding["code"], finding)
     return list(kinds.values())[:num]

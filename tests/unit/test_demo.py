@@ -1,0 +1,44 @@
+"""Which findings ``rpadiag demo`` shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rpadiag.workflows.demo import most_important
+
+
+def finding(code: str, rank: int, severity: str = "info", text: str = "") -> dict[str, Any]:
+    return {"code": code, "severity": severity, "text": text, "rank": rank}
+
+
+COMPARED = [
+    finding("local-divergence", 1, "warning", "RoPE"),
+    finding("one-sided-rounding", 1, "warning"),
+    finding("fp32-control", 2),
+    finding("local-divergence", 4, "warning", "RMSNorm"),
+]
+
+
+def shown(compared: list[dict[str, Any]], bisected: list[dict[str, Any]]) -> list[str]:
+    return [f["code"] for f in most_important(compared, bisected)]
+
+
+def test_region_that_cannot_be_told_from_zero_is_not_among_the_three() -> None:
+    bisected = [finding("systematic-region", 1), finding("systematic-region", 2), finding("systematic-total", 10)]
+    assert shown(COMPARED, bisected) == ["local-divergence", "one-sided-rounding", "fp32-control"]
+    assert shown(COMPARED[:1], bisected) == ["local-divergence", "systematic-total"]
+
+
+def test_region_that_is_responsible_comes_before_the_control_whatever_its_place_among_the_regions() -> None:
+    bisected = [finding("systematic-region", 1), finding("systematic-region", 1, "warning", "RMSNorm")]
+    assert shown(COMPARED, bisected) == ["local-divergence", "one-sided-rounding", "systematic-region"]
+    assert most_important(COMPARED, bisected)[2]["text"] == "RMSNorm"
+
+
+def test_each_kind_is_shown_once_by_its_best() -> None:
+    assert most_important(COMPARED, [])[0]["text"] == "RoPE"
+
+
+def test_errors_come_first() -> None:
+    assert shown(COMPARED, [finding("self-control", 0, "error")])[0] == "self-control"
+    assert shown([finding("local-mistake", 3, "error"), *COMPARED], [])[0] == "local-mistake"
