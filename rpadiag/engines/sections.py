@@ -85,7 +85,7 @@ class Sections:
                 forwards[layer] = _leave
         arguments = {"attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
         given = {name: value for name, value in arguments.items() if value is not None}
-        noisy = self._embed.register_forward_hook(_moved(batch.draws)) if batch.draws is not None else None
+        noisy = self._embed.register_forward_hook(moved_embedding(batch.draws)) if batch.draws is not None else None
         try:
             with torch.no_grad(), replaced(forwards):
                 hidden: torch.Tensor = self._decoder(
@@ -132,7 +132,9 @@ class _DecoderOutput:
         return None
 
 
-def _moved(draws: torch.Tensor) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:
+def moved_embedding(draws: torch.Tensor) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:
+    """A forward hook that moves the embedding output [B, T, H] by the draws of :func:`noise.ulp_draws`, int8 [B, T, H]."""
+
     def move(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
         return move_by_ulps(output, noise.ulp_offsets(output, draws))
 
