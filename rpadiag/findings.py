@@ -60,3 +60,60 @@ class Verdict:
             "site": self.site,
             "evidence": [f.to_dict() for f in self.evidence],
         }
+
+
+GATE_STATUSES = ("pass", "fail", "error")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateResult:
+    """What became of one gate on one run.
+
+    name:   what the policy calls it; the gate itself where it has no name.
+    gate:   the expression as written.
+    status: one of GATE_STATUSES; ``error``: the run (or its baseline) has no number to hold against the bound.
+    text:   one sentence with the numbers.
+    run:    the run directory as given.
+    value, bound: what was measured and what it was held against; text for gates on names.
+    margin: how far beyond the bound a gate on a difference may be before it fails; None for absolute gates.
+    reason: why the policy has this gate, in its author's words.
+    """
+
+    name: str
+    gate: str
+    status: str
+    text: str
+    run: str
+    value: float | str | None = None
+    bound: float | str | None = None
+    margin: float | None = None
+    reason: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """What gates and a baseline said about the runs of a report.
+
+    gates:    every gate on every run it is about. changes: what else is different from the baseline, most telling first.
+    baselines: their run directories as given.
+    """
+
+    gates: tuple[GateResult, ...] = ()
+    changes: tuple[Finding, ...] = ()
+    baselines: tuple[str, ...] = ()
+
+    def summary(self) -> str | None:
+        """One sentence on the gates; None without any."""
+        if not self.gates:
+            return None
+        count = {status: sum(g.status == status for g in self.gates) for status in GATE_STATUSES}
+        noun = "gate" if len(self.gates) == 1 else "gates"
+        parts = [
+            f"{count['fail']} failed" if count["fail"] else "",
+            f"{count['error']} cannot be answered" if count["error"] else "",
+        ]
+        told = " and ".join(p for p in parts if p)
+        return f"{len(self.gates)} {noun}: {told or 'all pass'}."

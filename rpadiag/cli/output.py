@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rpadiag.printable import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -28,8 +30,8 @@ def _console() -> Console:
 
 
 def say(text: str = "", *, style: str | None = None) -> None:
-    """One paragraph of the answer."""
-    _console().print(text, style=style, soft_wrap=not sys.stdout.isatty())
+    """One paragraph of the answer; control characters in it are shown, not obeyed."""
+    _console().print(printable(text), style=style, soft_wrap=not sys.stdout.isatty())
 
 
 def hint(text: str) -> None:
@@ -59,7 +61,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
     for index, name in enumerate(header):
         table.add_column(Text(name), justify="left" if index < left else "right", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     say()
     say(title, style="bold")
     _console().print(table)

@@ -1,14 +1,20 @@
-"""``rpadiag report``: a self-contained HTML file or a Markdown summary from runs; needs no engine and no torch."""
+"""``rpadiag report``: runs as HTML, Markdown and JUnit, and the gates of a project; needs no engine and no torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rpadiag.cli.output import say
+from rpadiag.cli import options as shared
+from rpadiag.cli.output import print_json, say
 from rpadiag.errors import UsageError
+
+if TYPE_CHECKING:
+    from rpadiag.findings import Judgement
+
+SIGNS = {"pass": "pass", "fail": "FAILED", "error": "no answer"}
 
 
 def report(
@@ -24,20 +30,104 @@ def report(
             help="Markdown summary to write, for a CI job or a pull request; replaced if it exists.",
         ),
     ] = None,
+    junit: Annotated[
+        Path | None,
+        typer.Option("--junit", metavar="FILE", help="JUnit XML of the gates to write; replaced if it exists."),
+    ] = None,
+    gate: Annotated[
+        list[str] | None,
+        typer.Option("--gate", metavar="EXPR", help="Such as 'k3_kl<=1e-3' or 'k3_kl<=baseline'; repeatable."),
+    ] = None,
+    policy: Annotated[
+        Path | None, typer.Option("--policy", metavar="FILE", help="TOML file with named gates; see docs/gates.md.")
+    ] = None,
+    baseline: Annotated[
+        list[Path] | None,
+        typer.Option("--baseline", metavar="RUN", help="Earlier run to hold differences against; repeatable."),
+    ] = None,
+    history: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--history", metavar="DIR", help="Earlier runs, or a directory of them, for the trend; repeatable."
+        ),
+    ] = None,
+    output_format: shared.Format = "table",
 ) -> None:
-    """Draw one or more runs into a single HTML file that needs no network, or summarise them in Markdown.
+    """Draw runs into a single HTML file, summarise them in Markdown or JUnit, and hold gates against them.
 
-    Several runs (a comparison and a bisection) must be of the same tokens and weights.
+    Several runs (a comparison and a bisection) must be of the same tokens and weights. Leaves with 1 when a gate
+    fails and with 2 when one cannot be answered.
     """
-    if html is None and markdown is None:
-        raise UsageError("no file to write", hint="add --html FILE or --markdown FILE, or both")
-    if html == markdown:
-        raise UsageError(f"--html and --markdown name the same file, {html}", hint="name two files")
+    shared.check_format(output_format)
+    files = [path for path in (html, markdown, junit) if path is not None]
+    _check(files, wanted=bool(files or gate or policy))
+    judgement = _judged(runs, gate or [], policy, baseline or [])
     if html is not None:
         from rpadiag.reports.html import write_report
 
-        say(str(write_report(runs, html)))
+        write_report(runs, html, judgement=judgement, history=history or [])
     if markdown is not None:
         from rpadiag.reports.markdown import write_markdown
 
-        say(str(write_markdown(runs, markdown)))
+        write_markdown(runs, markdown, judgement=judgement)
+    if junit is not None:
+        from rpadiag.reports.junit import write_junit
+
+        write_junit(runs, junit, judgement=judgement)
+    _show(judgement, files, output_format)
+    if judgement is not None:
+        from rpadiag.gates import exit_code
+
+        if code := exit_code(judgement.gates):
+            raise typer.Exit(code)
+
+
+def _check(files: list[Path], *, wanted: bool) -> None:
+    if not wanted:
+        raise UsageError("nothing to do", hint="add --html FILE, --markdown FILE, --junit FILE or --gate EXPR")
+    for path in files:
+        if files.count(path) > 1:
+            raise UsageError(f"two options name the same file, {path}", hint="name a file for each")
+
+
+def _judged(runs: list[Path], texts: list[str], policy: Path | None, baseline: list[Path]) -> Judgement | None:
+    """What the gates say, and what changed since the baselines; None without gates and baselines."""
+    if not (texts or policy or baseline):
+        return None
+    from rpadiag.findings import Judgement
+    from rpadiag.gates import changes_between, judge, load_policy, parse_gate
+    from rpadiag.gates.judge import baseline_for
+    from rpadiag.runs import open_run
+
+    gates = [parse_gate(text) for text in texts]
+    if policy is not None:
+        loaded = load_policy(policy)
+        gates = [*loaded.gates, *gates]
+        baseline = baseline or ([loaded.baseline] if loaded.baseline is not None else [])
+    opened, bases = [open_run(path) for path in runs], [open_run(path) for path in baseline]
+    results = judge(gates, opened, bases)
+    changes = []
+    for run in opened:
+        base = baseline_for(run, bases)
+        changes += changes_between(base, run) if base is not None else []
+    return Judgement(gates=tuple(results), changes=tuple(changes), baselines=tuple(str(b.path) for b in bases))
+
+
+def _show(judgement: Judgement | None, files: list[Path], output_format: str) -> None:
+    if output_format == "json":
+        answer: dict[str, Any] = {"files": [str(path) for path in files]}
+        if judgement is not None:
+            answer["gates"] = [g.to_dict() for g in judgement.gates]
+            answer["changes"] = [f.to_dict() for f in judgement.changes]
+        print_json(answer)
+        return
+    for result in judgement.gates if judgement is not None else ():
+        named = result.gate if result.name == result.gate else f"{result.name}: {result.gate}"
+        where = f" [{Path(result.run).name}]" if result.run else ""
+        say(f"{SIGNS[result.status]}: {named}{where}: {result.text}", style="bold" if result.status != "pass" else None)
+        if result.reason and result.status != "pass":
+            say(f"  because: {result.reason}")
+    for finding in judgement.changes if judgement is not None else ():
+        say(f"changed: {finding.text}")
+    for path in files:
+        say(str(path))

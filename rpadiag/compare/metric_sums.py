@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -85,7 +86,8 @@ class SequenceSums:
             return cls(ids=count, num_tokens=count, sum_p=none, sum_q=none, sum_d=none, sum_abs_d=none, sum_k3=none, max_abs_d=none)  # fmt: skip
         if np.any(ids[1:] < ids[:-1]):
             order = np.argsort(ids, kind="stable")
-            ids, p, q, d, abs_d, d_k3 = (x[order] for x in (ids, p, q, d, abs_d, d_k3))
+            ids = ids[order]
+            p, q, d, abs_d, d_k3 = (x[order] for x in (p, q, d, abs_d, d_k3))
         starts = np.flatnonzero(np.concatenate(([True], ids[1:] != ids[:-1])))
         return cls(
             ids=ids[starts],
@@ -101,22 +103,28 @@ class SequenceSums:
     @classmethod
     def joined(cls, parts: Sequence[SequenceSums]) -> SequenceSums:
         """One table of several; a sequence that several of them hold becomes one row."""
-        names = ("num_tokens", "sum_p", "sum_q", "sum_d", "sum_abs_d", "sum_k3")
         every = np.concatenate([part.ids for part in parts])
-        columns = {n: np.concatenate([getattr(part, n) for part in parts]) for n in (*names, "max_abs_d")}
+        counts = np.concatenate([part.num_tokens for part in parts])
+        columns = {n: np.concatenate([getattr(part, n) for part in parts]) for n in (*_SUMMED, "max_abs_d")}
         ids, inverse = np.unique(every, return_inverse=True)
         if len(ids) == len(every):
             order = np.argsort(every, kind="stable")
-            return cls(ids=ids, **{n: x[order] for n, x in columns.items()})
-        out = {n: np.bincount(inverse, weights=columns[n], minlength=len(ids)) for n in names}
+            return cls(ids=ids, num_tokens=counts[order], **{n: x[order] for n, x in columns.items()})
         largest = np.zeros(len(ids))
         np.maximum.at(largest, inverse, columns["max_abs_d"])
+
+        def total(x: NDArray[Any]) -> Floats:
+            return np.bincount(inverse, weights=x, minlength=len(ids)).astype(np.float64)
+
         return cls(
             ids=ids,
-            num_tokens=out.pop("num_tokens").astype(np.int64),
+            num_tokens=total(counts).astype(np.int64),
             max_abs_d=largest,
-            **out,
+            **{n: total(columns[n]) for n in _SUMMED},
         )
+
+
+_SUMMED = ("sum_p", "sum_q", "sum_d", "sum_abs_d", "sum_k3")
 
 
 @dataclass(kw_only=True)
@@ -252,5 +260,7 @@ class MetricSums:
     def sequences(self) -> SequenceSums:
         """Sums by sequence, in order of sequence id."""
         if len(self.parts) != 1:
-            self.parts = [SequenceSums.joined(self.parts or [SequenceSums.of(*[np.zeros(0, np.int64)] * 6)])]
+            none = np.zeros(0)
+            empty = SequenceSums.of(np.zeros(0, np.int64), none, none, none, none, none)
+            self.parts = [SequenceSums.joined(self.parts or [empty])]
         return self.parts[0]

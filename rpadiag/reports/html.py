@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rpadiag.errors import InputError, NotComparableError, UsageError
+from rpadiag.findings import Judgement
 from rpadiag.reports import sections, theme
 from rpadiag.reports.view import Figure, Section
 from rpadiag.runs import Run, check_same_inputs, open_run
@@ -19,9 +20,16 @@ from rpadiag.runs import Run, check_same_inputs, open_run
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-def write_report(run_dirs: Sequence[Path], html_path: Path) -> Path:
+def write_report(
+    run_dirs: Sequence[Path],
+    html_path: Path,
+    *,
+    judgement: Judgement | None = None,
+    history: Sequence[Path] = (),
+) -> Path:
     """Draw runs as one HTML file and return its path.
 
+    judgement: gates and changes to show first. history: further runs, drawn in the trend of metrics alone.
     A comparison and the bisections of the same inputs share a section; any other runs get one each. Tokens
     that the rollout generated are not part of the inputs. Raises NotComparableError where the only comparison and a
     bisection are of different inputs, InputError for a run that is not complete or a file that cannot be written. The file appears whole or not at all.
@@ -31,6 +39,8 @@ def write_report(run_dirs: Sequence[Path], html_path: Path) -> Path:
     with whole_file(html_path) as part:
         runs = [open_run(path) for path in run_dirs]
         page = [sections.build(group, f"s{i}") for i, group in enumerate(grouped(runs))]
+        if judgement is not None:
+            page[0] = sections.judged(page[0], judgement)
         part.write_text(_render(page), encoding="utf-8")
     return html_path
 

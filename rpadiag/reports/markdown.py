@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rpadiag.errors import UsageError
+from rpadiag.findings import Judgement
+from rpadiag.printable import one_line, printable
 from rpadiag.reports import records
 from rpadiag.reports.html import grouped, whole_file
 from rpadiag.reports.sections import headline
@@ -23,14 +25,36 @@ SIGNS = {
 NUM_FINDINGS = 5
 
 
-def write_markdown(run_dirs: Sequence[Path], path: Path) -> Path:
-    """Summarise runs, grouped as in the HTML page; same errors as :func:`rpadiag.reports.html.write_report`."""
+GATE_SIGNS = {"pass": "\u2705", "fail": "\u274c", "error": "\u26a0\ufe0f"}
+
+
+def write_markdown(run_dirs: Sequence[Path], path: Path, *, judgement: Judgement | None = None) -> Path:
+    """Summarise gates and runs, grouped as in the HTML page; errors as :func:`rpadiag.reports.html.write_report`."""
     if not run_dirs:
         raise UsageError("no run to summarise", hint="name at least one run directory")
     with whole_file(path) as part:
         runs = [open_run(d) for d in run_dirs]
-        part.write_text("\n".join(_summary(group) for group in grouped(runs)), encoding="utf-8")
+        judged = [_judgement(judgement)] if judgement is not None else []
+        part.write_text("\n".join([*judged, *(_summary(group) for group in grouped(runs))]), encoding="utf-8")
     return path
+
+
+def _judgement(judgement: Judgement) -> str:
+    """Gates first, because they decide; then what changed since the baseline."""
+    lines = []
+    if judgement.gates:
+        lines += [f"## Gates: {plain(judgement.summary() or '')}", "", "| | gate | run | |", "|---|---|---|---|"]
+        for g in judgement.gates:
+            why = f" ({plain(g.reason)})" if g.reason else ""
+            name = plain(g.name) if g.name == g.gate else f"{plain(g.name)}: {plain(g.gate)}"
+            lines.append(f"| {GATE_SIGNS[g.status]} | {name} | {plain(Path(g.run).name)} | {plain(g.text)}{why} |")
+        lines.append("")
+    if judgement.baselines:
+        named = ", ".join(plain(b) for b in judgement.baselines)
+        lines += [f"**Against the baseline** {named}:", ""]
+        lines += [f"- {plain(f.text)}" for f in judgement.changes] or ["- nothing that a run records changed"]
+        lines.append("")
+    return "\n".join(lines)
 
 
 def _summary(runs: Sequence[Run]) -> str:
@@ -53,13 +77,14 @@ def _summary(runs: Sequence[Run]) -> str:
             ),
         ]
     commands = "\n".join(records.command_line(r.manifest) for r in runs)
+    fence = fence_for(commands)
     lines += [
         "",
         "<details><summary>To repeat it</summary>",
         "",
-        "```sh",
-        commands.replace("```", ""),
-        "```",
+        f"{fence}sh",
+        printable(commands),
+        fence,
         "",
         "</details>",
         "",
@@ -88,6 +113,13 @@ def _metrics_table(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def plain(text: str) -> str:
-    """Text that came from a model, prompt or path, with Markdown and HTML taken literally, on one line."""
-    flat = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"([\\`*_\[\]|~#])", r"\\\1", flat)
+    """Text that came from a model, prompt or path, on one line: Markdown, HTML, mentions and control characters taken literally."""
+    flat = one_line(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    marked = re.sub(r"([\\`*_\[\]|~#!$])", r"\\\1", flat)
+    return marked.replace("@", "@\u200b").replace("://", ":\u200b//")  # no notification, no link
+
+
+def fence_for(text: str) -> str:
+    """A code fence longer than any run of backticks in ``text``."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    return "`" * max(3, longest + 1)

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rpadiag.reports import blocks, blocks_attribution, pooling, records
+from rpadiag.findings import Judgement
+from rpadiag.reports import blocks, blocks_attribution, blocks_gates, pooling, records
 from rpadiag.reports.view import Block, Section, Statement, Tile, count, is_missing, number, percent, plural
 from rpadiag.runs import Run
 
@@ -18,6 +19,12 @@ def build(runs: Sequence[Run], key: str) -> Section:
     bisects = [r for r in runs if r.has("attribution")]
     parts = tuple(b for b in _blocks(runs[0], bisects, key) if b is not None)
     return replace(headline(runs), key=key, blocks=parts, records=tuple(records.record(r) for r in runs))
+
+
+def judged(section: Section, judgement: Judgement) -> Section:
+    """The section with the gates and what changed since the baseline as its first blocks."""
+    first = (blocks_gates.gates_block(judgement), blocks_gates.changes_block(judgement))
+    return replace(section, blocks=(*(b for b in first if b is not None), *section.blocks))
 
 
 def headline(runs: Sequence[Run]) -> Section:

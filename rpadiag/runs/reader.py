@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
+FINGERPRINT = "fingerprint.json"  # added to a run by `rpadiag fingerprint`
 _DAMAGED = "the run is damaged; make it again"
 _NAME_A_RUN = "name a directory that a rpadiag command wrote with --run"
 
@@ -69,6 +70,11 @@ class Run:
     def weights(self) -> dict[str, dict[str, str]]:
         """Tensor digests by stack and tensor name; empty where the command loaded no weights."""
         return dict(_load(self.path / WEIGHTS)) if "weights" in self.manifest else {}
+
+    @property
+    def fingerprint(self) -> dict[str, Any] | None:
+        """What ``rpadiag fingerprint`` found of this run, or None where it was not asked."""
+        return dict(_load(self.path / FINGERPRINT)) if (self.path / FINGERPRINT).exists() else None
 
     def has(self, table: str) -> bool:
         """Whether the run wrote this table."""

@@ -1,0 +1,59 @@
+"""The blocks about gates and the baseline, first on the page because they decide."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rpadiag.findings import Judgement
+from rpadiag.reports.view import Block, Column, Table
+
+SHOWN = {"pass": "pass", "fail": "FAILED", "error": "no answer"}
+
+
+def gates_block(judgement: Judgement) -> Block | None:
+    """Every gate on every run it is about; those that do not pass are set apart."""
+    if not judgement.gates:
+        return None
+    rows = [
+        [SHOWN[g.status], g.name, g.gate, Path(g.run).name, f"{g.text}{f' ({g.reason})' if g.reason else ''}"]
+        for g in judgement.gates
+    ]
+    told = judgement.summary()
+    undecided = any(g.status != "pass" for g in judgement.gates)
+    return Block(
+        key="gates",
+        title="Gates",
+        lead=[] if undecided or told is None else [told],
+        warning=told if undecided else None,
+        tables=[
+            Table(
+                caption="Gates",
+                columns=[Column(title=t, numeric=False) for t in ("result", "name", "gate", "run", "what was found")],
+                rows=rows,
+                emphasis=[i for i, g in enumerate(judgement.gates) if g.status != "pass"],
+            )
+        ],
+    )
+
+
+def changes_block(judgement: Judgement) -> Block | None:
+    """What else is different from the baseline."""
+    if not judgement.baselines:
+        return None
+    named = ", ".join(judgement.baselines)
+    rows = [[f.severity, f.region or "", f.text] for f in judgement.changes]
+    return Block(
+        key="changes",
+        title="Against the baseline",
+        lead=[f"Held against {named}." if rows else f"Held against {named}: nothing that a run records changed."],
+        tables=[
+            Table(
+                caption="Changed since the baseline",
+                columns=[Column(title=t, numeric=False) for t in ("", "region", "what changed")],
+                rows=rows,
+                emphasis=[i for i, f in enumerate(judgement.changes) if f.severity in ("warning", "error")],
+            )
+        ]
+        if rows
+        else [],
+    )
