@@ -11,13 +11,23 @@ what makes a divergence *local*: the operation fed the other stack's tensors at 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from rpadiag.errors import UsageError, unknown_name
 
 ALIGNABLE_REGIONS = ("rope", "swiglu", "rmsnorm")
-REGIONS = (*ALIGNABLE_REGIONS, "qk_norm", "attention", "matmul", "lm_head", "embed", "sampling")
+REGIONS = (
+    *ALIGNABLE_REGIONS,
+    "qk_norm",
+    "attention",
+    "matmul",
+    "geglu",
+    "experts",
+    "lm_head",
+    "embed",
+    "sampling",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +35,8 @@ class Point:
     """One named point of the network.
 
     reads: points its operation takes as input, in argument order; ``^x`` is point ``x`` of the layer
-    below (``embed`` below layer 0) and ``?x`` one that only some families have (the next entry is then
-    the fallback).
+    below (``embed`` below layer 0) and ``?x`` one that only some layers have: the entries up to the next one without ``?``
+    are then alternatives, and the first that exists is read.
     """
 
     name: str
@@ -48,13 +58,30 @@ LAYER_POINTS: tuple[Point, ...] = (
         name="attn", region="attention", reads=("q_rope", "k_rope", "v"), text="attention output, heads concatenated"
     ),
     Point(name="o", region="matmul", reads=("attn",), text="output projection"),
-    Point(name="resid_attn", region="rmsnorm", reads=("^resid_mlp", "o"), text="residual stream after attention"),
+    Point(name="attn_norm", region="rmsnorm", reads=("o",), text="normalised attention output, before the add"),
+    Point(
+        name="resid_attn",
+        region="rmsnorm",
+        reads=("^resid_mlp", "?attn_norm", "o"),
+        text="residual stream after attention",
+    ),
     Point(name="post_norm", region="rmsnorm", reads=("resid_attn",), text="normalised input of the MLP"),
     Point(name="gate", region="matmul", reads=("post_norm",), text="gate projection"),
     Point(name="up", region="matmul", reads=("post_norm",), text="up projection"),
     Point(name="act", region="swiglu", reads=("gate", "up"), text="SwiGLU product"),
-    Point(name="down", region="matmul", reads=("act",), text="down projection"),
-    Point(name="resid_mlp", region="rmsnorm", reads=("resid_attn", "down"), text="residual stream after the MLP"),
+    Point(name="geglu", region="geglu", reads=("gate", "up"), text="GeGLU product, which no region aligns"),
+    Point(name="down", region="matmul", reads=("?act", "geglu"), text="down projection"),
+    Point(name="router", region="matmul", reads=("post_norm",), text="router logits, one per expert"),
+    Point(
+        name="expert_out", region="experts", reads=("post_norm", "router"), text="weighted sum of the chosen experts"
+    ),
+    Point(name="mlp_norm", region="rmsnorm", reads=("down",), text="normalised MLP output, before the add"),
+    Point(
+        name="resid_mlp",
+        region="rmsnorm",
+        reads=("resid_attn", "?mlp_norm", "?expert_out", "down"),
+        text="residual stream after the MLP",
+    ),
 )
 HEAD_POINTS: tuple[Point, ...] = (
     Point(name="embed", region="embed", reads=(), text="token embedding"),
@@ -85,11 +112,32 @@ def region_of(site: str) -> str:
     return POINTS[split_site(site)[1]].region
 
 
+# Points that a plain pre-norm SwiGLU decoder does not have.
+EXTRA_POINTS = ("attn_norm", "geglu", "router", "expert_out", "mlp_norm")
+
+
 def all_sites(num_layers: int, *, qk_norm: bool) -> list[str]:
-    """Every site of a decoder in execution order; ``qk_norm`` says whether the family has per-head norms."""
-    points = [p.name for p in LAYER_POINTS if qk_norm or p.region != "qk_norm"]
-    body = [layer_site(n, p) for n in range(num_layers) for p in points]
+    """Every site of a pre-norm SwiGLU decoder in execution order; ``qk_norm`` says whether it has per-head norms."""
+    points = [p.name for p in LAYER_POINTS if p.name not in EXTRA_POINTS and (qk_norm or p.region != "qk_norm")]
+    return sites_of([points] * num_layers)
+
+
+def sites_of(layers: Sequence[Collection[str]]) -> list[str]:
+    """Every site of a decoder in execution order, from the points that each of its layers has."""
+    body = [layer_site(n, p.name) for n, points in enumerate(layers) for p in LAYER_POINTS if p.name in points]
     return ["embed", *body, "final_norm", "logits", "logprob"]
+
+
+def in_execution_order(sites: Iterable[str]) -> list[str]:
+    """Known sites sorted as a forward reaches them."""
+    given = set(sites)
+    layers: dict[int, set[str]] = {}
+    for site in given:
+        layer, point = split_site(site)
+        if layer is not None:
+            layers.setdefault(layer, set()).add(point)
+    ordered = sites_of([layers.get(n, ()) for n in range(1 + max(layers, default=-1))])
+    return [site for site in ordered if site in given]
 
 
 def inputs_of(site: str, available: Iterable[str], *, num_layers: int) -> tuple[str, ...]:
@@ -104,17 +152,14 @@ def inputs_of(site: str, available: Iterable[str], *, num_layers: int) -> tuple[
         return name if layer is None else layer_site(layer, name)
 
     found: list[str] = []
-    optional_hit = False
+    decided = False
     for name in POINTS[point].reads:
-        if name.startswith("?"):
-            candidate = resolve(name[1:])
-            optional_hit = candidate in have
-            if optional_hit:
-                found.append(candidate)
-        elif optional_hit:
-            optional_hit = False
-        else:
-            found.append(resolve(name))
+        candidate = resolve(name.removeprefix("?"))
+        if not decided and (not name.startswith("?") or candidate in have):
+            found.append(candidate)
+            decided = True
+        if not name.startswith("?"):
+            decided = False  # the last alternative
     return tuple(found)
 
 

@@ -1,8 +1,8 @@
 """Tiny random-weight checkpoints of every family, with a real tokenizer, for both stacks.
 
-Two layers, hidden size 128, BF16 safetensors. The initialiser range is ten times the usual one, because
-the flat logits of a fresh model hide divergence, and norm weights are no powers of two, because those
-hide where a norm rounds.
+Two layers (Qwen3-MoE: three, the one in the middle dense), hidden size 128, BF16 safetensors. The initialiser range is
+ten times the usual one, because the flat logits of a fresh model hide divergence, and norm weights are no powers of two,
+because those hide where a norm rounds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 128, 256, 4, 2, 32
 VOCAB = 512
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+GEMMA = {"head_dim": HEAD_DIM, "query_pre_attn_scalar": HEAD_DIM, "pad_token_id": 0}
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "gemma2", "gemma3")
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -44,6 +45,33 @@ def make_checkpoint(
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": HEAD_DIM}),
         "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": 64}),
+        "qwen3_moe": (
+            transformers.Qwen3MoeConfig,
+            transformers.Qwen3MoeForCausalLM,
+            {
+                "head_dim": HEAD_DIM,
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 64,
+                "norm_topk_prob": True,
+                "mlp_only_layers": [1],
+                "num_hidden_layers": 3,
+            },
+        ),
+        "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM, {**GEMMA, "sliding_window": 16}),
+        "gemma3": (
+            transformers.Gemma3TextConfig,
+            transformers.Gemma3ForCausalLM,
+            {
+                **GEMMA,
+                "sliding_window": 16,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                    "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
+                },
+            },
+        ),
     }
     config_class, model_class, extra = classes[family]
     values = {
@@ -56,7 +84,7 @@ def make_checkpoint(
         "max_position_embeddings": 512,
         "initializer_range": 0.2,
         "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": family == "qwen2",
+        "tie_word_embeddings": family in ("qwen2", "gemma2", "gemma3"),
         "bos_token_id": 0,
         "eos_token_id": 0,
         **extra,
@@ -68,8 +96,9 @@ def make_checkpoint(
         model = model_class(config_class(**values)).to(dtype)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if name.endswith("norm.weight"):
-                    parameter.copy_(0.6 + 0.9 * torch.rand_like(parameter))
+                if name.endswith(("norm.weight", "layernorm.weight")):
+                    offset = 1.0 if family.startswith("gemma") else 0.0  # Gemma's norms multiply by 1 + weight
+                    parameter.copy_(0.6 - offset + 0.9 * torch.rand_like(parameter))
                 elif name.endswith("bias"):
                     parameter.copy_(0.3 * torch.randn_like(parameter))
         model.save_pretrained(directory)

@@ -13,10 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from rpadiag.errors import InputError, UsageError, unknown_name
-from rpadiag.sites import all_sites
+from rpadiag.sites import LAYER_POINTS, inputs_of, sites_of
 
 if TYPE_CHECKING:
     import torch
+
+
+DENSE_MLP_POINTS = ("gate", "up", "act", "geglu", "down")
+EXPERT_POINTS = ("router", "expert_out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +30,9 @@ class ModelFacts:
     family: one of the families of :mod:`rpadiag.engines.families`.
     qk_norm: whether queries and keys are normalised per head before RoPE.
     max_positions: largest sequence length in tokens.
-    sites: every site of the model in execution order; absent: points this family lacks, with the reason.
+    sites: every site of the model in execution order; absent: points that no layer has, with the reason.
     sliding_windows: attention window in tokens of each layer, None where a layer sees the whole prefix.
+    expert_layers: layers with experts in place of a dense MLP; num_experts, experts_per_token: of each of them.
     """
 
     family: str
@@ -45,11 +50,37 @@ class ModelFacts:
     tied_head: bool = False
     sliding_windows: tuple[int | None, ...] = ()
     absent: Mapping[str, str] = field(default_factory=dict)
+    expert_layers: tuple[int, ...] = ()
+    num_experts: int = 0
+    experts_per_token: int = 0
 
     @property
     def sites(self) -> tuple[str, ...]:
         """Every site of this model in execution order."""
-        return tuple(all_sites(self.num_layers, qk_norm=self.qk_norm))
+        every = {p.name for p in LAYER_POINTS} - set(self.absent)
+        sparse, dense = every - set(DENSE_MLP_POINTS), every - set(EXPERT_POINTS)
+        return tuple(sites_of([sparse if n in self.expert_layers else dense for n in range(self.num_layers)]))
+
+    def reads(self, site: str) -> tuple[str, ...]:
+        """Sites that the operation behind a site reads."""
+        return inputs_of(site, self.sites, num_layers=self.num_layers)
+
+    @property
+    def absent_reasons(self) -> dict[str, str]:
+        """Why a point is absent, from the whole model or from some of its layers."""
+        reasons = dict(self.absent)
+        some = f"experts in place of a dense MLP in {_numbers(self.expert_layers)}"
+        dense = [n for n in range(self.num_layers) if n not in self.expert_layers]
+        if self.expert_layers:
+            reasons |= dict.fromkeys((p for p in DENSE_MLP_POINTS if p not in reasons), some)
+            if dense:
+                reasons |= dict.fromkeys(EXPERT_POINTS, f"a dense MLP and no experts in {_numbers(dense)}")
+        return reasons
+
+
+def _numbers(layers: Sequence[int]) -> str:
+    shown = ", ".join(str(n) for n in layers[:8]) + (f" and {len(layers) - 8} more" if len(layers) > 8 else "")
+    return f"layer {shown}" if len(layers) == 1 else f"layers {shown}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ import numpy.typing as npt
 from rpadiag.engines.base import TokenScores, TokenSequence
 from rpadiag.engines.bundle_writer import ELEMENTS, FORMAT, POSITIONS, SCORES, VERSION, BundleWriter, SequenceWriter
 from rpadiag.errors import CaptureError, InputError
-from rpadiag.sites import all_sites, split_site
+from rpadiag.sites import in_execution_order, split_site
 
 if TYPE_CHECKING:
     import torch
@@ -200,11 +200,7 @@ def _foreign_keys(path: Path) -> _Keys:
 
 
 def _in_execution_order(keys: Mapping[str, Any]) -> tuple[str, ...]:
-    sites = [k for k in keys if k != POSITIONS and not k.startswith("scores.")]
-    layers = [split_site(s)[0] for s in sites]
-    num_layers = 1 + max((n for n in layers if n is not None), default=0)
-    order = {site: i for i, site in enumerate(all_sites(num_layers, qk_norm=True))}
-    return tuple(sorted(sites, key=lambda s: order[s]))
+    return tuple(in_execution_order(k for k in keys if k != POSITIONS and not k.startswith("scores.")))
 
 
 def _assemble(path: Path, key: str, dtype: str, width: int, segments: list[_Segment]) -> torch.Tensor:

@@ -8,6 +8,7 @@ receives. So whatever patched the model (an alignment, a planted mistake) is wha
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,12 +16,12 @@ import torch
 from torch import nn
 
 from rpadiag.engines.base import ModelFacts
-from rpadiag.engines.families import Family
+from rpadiag.engines.families import Family, Source
 from rpadiag.engines.scoring import token_logprobs
-from rpadiag.engines.trainer_capture import attention_function, attention_override
+from rpadiag.engines.trainer_capture import attention_function, attention_override, chosen_output, token_major
 from rpadiag.errors import NotComparableError, UsageError
 from rpadiag.regions import addends
-from rpadiag.sites import inputs_of, split_site
+from rpadiag.sites import split_site
 
 Forward = Callable[..., Any]
 
@@ -62,17 +63,19 @@ def replay(
             if point == "logprob":
                 return token_logprobs(moved[0], token_ids).to(home)
             ids = torch.as_tensor(token_ids, dtype=torch.int64, device=weight.device)[None]
-            return _flat(model.get_submodule(family.trainer["embed"].module)(ids)).to(home)
-        path, _ = family.source(site, stack="trainer", num_layers=facts.num_layers)
+            return token_major(model.get_submodule(family.trainer["embed"].module)(ids)).to(home)
+        path, source = family.source(site, stack="trainer", num_layers=facts.num_layers)
         module = model.get_submodule(path)
         batch = [tensor[None] for tensor in moved]
+        if point == "logits":
+            return token_major(head_logits(model, family, batch[0])).to(home)
         if len(reads) == 2 and point in _NORM_POINTS:
-            return _flat(module(_sum_before(_Places(model, family, facts, layer), point, batch))).to(home)
+            return token_major(module(_sum_before(_Places(model, family, facts, layer), point, batch))).to(home)
         if layer is None or point not in _INJECTED:
-            return _flat(_call(module, moved[0], point, facts)).to(home)
+            return token_major(chosen_output(_call(module, moved[0], source, point, facts), source)).to(home)
         if positions is None:
             positions = range(len(moved[0]))
-        return _flat(_INJECTED[point](_Places(model, family, facts, layer), point, batch, positions)).to(home)
+        return token_major(_INJECTED[point](_Places(model, family, facts, layer), point, batch, positions)).to(home)
 
 
 def reads_of(model: nn.Module, family: Family, facts: ModelFacts, site: str) -> tuple[str, ...]:
@@ -83,13 +86,13 @@ def reads_of(model: nn.Module, family: Family, facts: ModelFacts, site: str) -> 
     projection. Both are found by trying, not by asking who patched the model.
     """
     layer, point = split_site(site)
-    reads = inputs_of(site, facts.sites, num_layers=facts.num_layers)
+    reads = facts.reads(site)
     sums = point in _NORM_POINTS and reads != ("embed",)
     if sums and _reads_addends(_Places(model, family, facts, layer), point):
-        return inputs_of(reads[0], facts.sites, num_layers=facts.num_layers)
+        return facts.reads(reads[0])
     rotated = facts.qk_norm and point in ("q_rope", "k_rope")
     if rotated and _rope_includes_norm(_Places(model, family, facts, layer), point):
-        return inputs_of(reads[0], facts.sites, num_layers=facts.num_layers)
+        return facts.reads(reads[0])
     return reads
 
 
@@ -106,15 +109,25 @@ def _check_inputs(site: str, reads: Sequence[str], inputs: Sequence[torch.Tensor
             raise NotComparableError(f"{name} has {len(tensor)} tokens, {reads[0]} has {len(inputs[0])}")
 
 
-def _call(module: nn.Module, tensor: torch.Tensor, point: str, facts: ModelFacts) -> torch.Tensor:
+def head_logits(model: nn.Module, family: Family, normed: torch.Tensor) -> torch.Tensor:
+    """Logits [B, T, V] of the final norm's output [B, T, H]: the head, and what the model itself does after it."""
+    source = family.trainer["logits"]
+    if source.take != "logits":
+        return chosen_output(model.get_submodule(source.module)(normed), source)
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    decoder = model.get_submodule(family.trainer["embed"].module.rpartition(".")[0])
+    ids = torch.zeros(normed.shape[:2], dtype=torch.int64, device=normed.device)
+    with replaced({decoder: _answer(BaseModelOutputWithPast(last_hidden_state=normed))}):
+        return chosen_output(model(input_ids=ids, use_cache=False), source)
+
+
+def _call(module: nn.Module, tensor: torch.Tensor, source: Source, point: str, facts: ModelFacts) -> Any:
     """A module that maps one site to the next; per-head norms see the heads apart."""
-    shape = (1, len(tensor), -1, facts.head_dim) if point in ("q_norm", "k_norm") else (1, *tensor.shape)
-    output: torch.Tensor = module(tensor.reshape(shape))
-    return output
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(tensor.shape[1], -1)
+    if point not in ("q_norm", "k_norm"):
+        return module(tensor[None])
+    heads = tensor.reshape(1, len(tensor), -1, facts.head_dim)
+    return module(heads.transpose(1, 2) if source.heads_first else heads)
 
 
 class _Places:
@@ -137,6 +150,10 @@ class _Places:
         weight = next(self.model.parameters())
         values = torch.randn(1, 8, width, generator=torch.Generator().manual_seed(width))
         return values.to(weight.device, weight.dtype)
+
+    def has(self, point: str) -> bool:
+        """Whether the family has a point."""
+        return point in self._family.trainer
 
     def module(self, point: str) -> nn.Module:
         """Module that the trainer's site map names for a point of this layer."""
@@ -239,7 +256,7 @@ def _replay_attention(
 def _replay_residual(
     places: _Places, point: str, inputs: list[torch.Tensor], positions: Sequence[int] | torch.Tensor
 ) -> torch.Tensor:
-    """resid_attn from the stream and o; resid_mlp from the stream and down."""
+    """resid_attn and resid_mlp from the stream and what is added to it."""
     stream, delta = inputs
     nothing = torch.full_like(stream, -0.0)  # x + -0.0 is x for every x, -0.0 included
     first = point == "resid_attn"
@@ -248,6 +265,7 @@ def _replay_residual(
         places.attention: _answer((delta if first else nothing, None)),
         places.module("post_norm"): _reach if first else _same,
         places.mlp: _answer(delta),
+        **{places.module(name): _same for name in ("attn_norm", "mlp_norm") if places.has(name)},
     }
     if _is_patched(places.layer):
         # An aligned layer insists on the addends of its input; those of a stream that came from elsewhere are itself.
@@ -303,7 +321,7 @@ def _rope_includes_norm(places: _Places, point: str) -> bool:
 def _replay_act(
     places: _Places, _point: str, inputs: list[torch.Tensor], _positions: Sequence[int] | torch.Tensor
 ) -> torch.Tensor:
-    """act from gate and up."""
+    """act or geglu from gate and up."""
     gate, up = inputs
     forwards: dict[nn.Module, Forward] = {
         places.module("gate"): _answer(gate),
@@ -314,6 +332,22 @@ def _replay_act(
         return _until_reached(places.mlp, gate.new_zeros(1, gate.shape[1], places.facts.hidden_size))
 
 
+def _replay_experts(
+    places: _Places, _point: str, inputs: list[torch.Tensor], _positions: Sequence[int] | torch.Tensor
+) -> torch.Tensor:
+    """expert_out from the normalised input and the router's logits: the router's own choice among given logits."""
+    hidden, logits = inputs
+    router: Any = places.module("router")
+    stand_in = copy.copy(router)
+    # the logits pass the router's own product unchanged
+    eye = torch.eye(logits.shape[-1], dtype=logits.dtype, device=logits.device)
+    stand_in.__dict__ = router.__dict__ | {"_parameters": {"weight": nn.Parameter(eye, requires_grad=False)}}
+    stand_in.hidden_dim = logits.shape[-1]
+    chosen = stand_in(logits[0])
+    with replaced({router: _answer(chosen)}):
+        return _until_reached(places.mlp, hidden)
+
+
 _NORM_POINTS = ("input_norm", "post_norm", "final_norm")
 _INJECTED: dict[str, Callable[..., torch.Tensor]] = {
     "q_rope": _replay_attention,
@@ -322,4 +356,6 @@ _INJECTED: dict[str, Callable[..., torch.Tensor]] = {
     "resid_attn": _replay_residual,
     "resid_mlp": _replay_residual,
     "act": _replay_act,
+    "geglu": _replay_act,
+    "expert_out": _replay_experts,
 }

@@ -151,7 +151,7 @@ def _absent(decoder: Decoder, preset: Preset) -> dict[str, str]:
             absent[region] = f"contract {preset.name} says nothing about it"
     if not decoder.qk_norm:
         absent["qk_norm"] = f"{decoder.family.name} has no per-head norm of queries and keys"
-    activation = type(decoder.layers[0].mlp.act_fn).__name__  # type: ignore[union-attr]
+    activation = decoder.activation
     if activation not in ("SiLU", "SiLUActivation"):
         absent["swiglu"] = f"its MLP uses {activation}, not SiLU"
     return absent

@@ -12,11 +12,11 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from rpadiag.engines import checkpoint, digests, replay, scoring
+from rpadiag.engines import checkpoint, digests, replay, scoring, stacked
 from rpadiag.engines.base import ModelFacts, TokenScores
 from rpadiag.engines.families import Family, family_for
 from rpadiag.engines.trainer_capture import OnSite, SiteReader
-from rpadiag.errors import EngineError, InputError, unknown_name
+from rpadiag.errors import EngineError, InputError, UsageError, unknown_name
 
 
 class TrainerEngine:
@@ -40,12 +40,13 @@ class TrainerEngine:
         *,
         dtype: str = "bfloat16",
         device: str = "cpu",
-        attention: str = "sdpa",
+        attention: str = "auto",
         revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> Self:
         """Load a directory or hub id, weights as stored and cast to ``dtype``. Safetensors only.
 
+        attention: transformers' name of an implementation; ``auto`` is sdpa, or eager for a model that caps attention scores.
         Raises InputError for a checkpoint that is missing, half there, pickled, not finite or of an
         unsupported architecture, EngineError for a device that cannot be used.
         """
@@ -55,6 +56,7 @@ class TrainerEngine:
         config = checkpoint.load_config(name, revision=revision, trust_remote_code=trust_remote_code)
         family = family_for(config.architectures)
         family.facts(config)
+        attention = _attention(attention, config)
         loaded, unused = checkpoint.load_model(
             name,
             config,
@@ -148,8 +150,8 @@ class TrainerEngine:
         }
 
     def weight_digests(self) -> dict[str, str]:
-        """Digest of every parameter under its checkpoint name; a tied head is listed once, as the embedding."""
-        return digests.weight_digests(self.model.named_parameters())
+        """Digest of every checkpoint tensor, as the model holds it; a tied head is listed once, as the embedding."""
+        return digests.weight_digests(stacked.checkpoint_tensors(self.model.named_parameters()))
 
     def forward(
         self,
@@ -259,6 +261,20 @@ def move_by_ulps(tensor: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     line = line.clamp(-largest, largest)
     back = torch.where(line < 0, torch.iinfo(raw).min - line, line).to(raw).view(tensor.dtype)
     return torch.where((offsets == 0) | ~torch.isfinite(tensor), tensor, back)
+
+
+def _attention(attention: str, config: Any) -> str:
+    """The implementation that ``auto`` stands for; one that would leave out a part of the model is a UsageError."""
+    cap = getattr(config, "attn_logit_softcapping", None)
+    if attention == "auto":
+        return "eager" if cap else "sdpa"
+    if attention == "sdpa" and cap:
+        raise UsageError(
+            f"transformers' sdpa attention ignores attn_logit_softcapping={cap:g}, so it computes another function",
+            detail="vLLM caps the attention scores; a trainer on sdpa trains a model that nobody samples from",
+            hint="use --attention eager or flash_attention_2",
+        )
+    return attention
 
 
 @contextlib.contextmanager

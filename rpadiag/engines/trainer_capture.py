@@ -56,6 +56,20 @@ def attention_override(model: nn.Module, replacement: AttentionFunction) -> Iter
             local[name] = before
 
 
+def chosen_output(output: Any, source: Source) -> torch.Tensor:
+    """The tensor that a source names, of what its module returned."""
+    if source.take == "logits":
+        logits: torch.Tensor = output.logits
+        return logits
+    chosen: torch.Tensor = output[source.index] if isinstance(output, tuple) else output
+    return chosen.transpose(1, 2) if source.heads_first else chosen
+
+
+def token_major(tensor: torch.Tensor) -> torch.Tensor:
+    """[T, W] of one sequence's [1, T, W], [1, T, heads, head_dim] or [T, W]."""
+    return tensor if tensor.dim() == 2 else tensor.reshape(tensor.shape[1], -1)
+
+
 class SiteReader:
     """Calls ``on_site`` for each requested site as a forward reaches it, with a [T, W] view of one sequence.
 
@@ -103,7 +117,7 @@ class SiteReader:
             return module.register_forward_pre_hook(before, with_kwargs=True)
 
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
-            self._emit(site, output[source.index] if isinstance(output, tuple) else output)
+            self._emit(site, chosen_output(output, source))
 
         return module.register_forward_hook(after)
 
@@ -121,9 +135,9 @@ class SiteReader:
         return capture
 
     def _emit(self, site: str, tensor: torch.Tensor) -> None:
-        """``tensor`` is [1, T, W] or [1, T, heads, head_dim]."""
+        """``tensor`` is [1, T, W], [1, T, heads, head_dim] or, from a module that packs its tokens, [T, W]."""
         self._fired[site] = self._fired.get(site, 0) + 1
-        self._on_site(site, tensor.reshape(tensor.shape[1], -1))
+        self._on_site(site, token_major(tensor))
 
     def _read_positions(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = kwargs["position_ids"] if "position_ids" in kwargs else args[1]

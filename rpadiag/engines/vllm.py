@@ -241,7 +241,7 @@ class VllmEngine:
     def _load(self, request: dict[str, Any]) -> None:
         loaded = self._process.request({"do": "load", **request})
         facts = loaded["facts"]
-        facts["sliding_windows"] = tuple(facts["sliding_windows"])
+        facts |= {name: tuple(facts[name]) for name in ("sliding_windows", "expert_layers")}
         self._facts = ModelFacts(**facts)
         self._sites = tuple(loaded["sites"])
         self._manifest = {

@@ -275,6 +275,9 @@ class Host:
             return
         import torch
 
+        # Some models stay in reference cycles of vLLM's own: left to them, the end of an engine that is collected later would
+        # take the process groups of the next one with it.
+        self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
         gc.collect()
         if torch.cuda.is_available():

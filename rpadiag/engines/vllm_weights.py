@@ -12,6 +12,10 @@ from rpadiag.engines.families import family_for
 from rpadiag.errors import InputError
 
 
+# vLLM's parameter of all experts of a layer -> the projections that it stacks of each
+STACKED_EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
+
+
 def check_complete(model: torch.nn.Module, delivered: Collection[str], *, name: str) -> None:
     """InputError unless the checkpoint delivered every tensor: vLLM leaves memory as it was where one is missing."""
     needed = [key for keys, _ in _parameters(model) for key in keys]
@@ -28,7 +32,8 @@ def live_digests(model: torch.nn.Module, *, known: Collection[str]) -> dict[str,
     """Digest of each checkpoint tensor that can be read back from vLLM's parameters; ``known`` limits the names.
 
     Fused parameters are cut along dimension 0; padded vocabulary rows are cut off. Skipped, because a kernel
-    replaced them by a packed form: parameters that are empty or of another shape.
+    replaced them by a packed form: parameters that are empty or of another shape, and experts, whose packed form may have
+    the same shape.
     """
     config: Any = model.config
     family = family_for(config.architectures)
@@ -36,7 +41,7 @@ def live_digests(model: torch.nn.Module, *, known: Collection[str]) -> dict[str,
     widths = family.widths(facts)
     found: dict[str, str] = {}
     for keys, parameter in _parameters(model):
-        if parameter.numel() == 0:
+        if parameter.numel() == 0 or ".experts." in keys[0]:
             continue
         if len(keys) > 1:
             sizes = [widths[key.split(".")[-2].removesuffix("_proj")] for key in keys]
@@ -54,11 +59,17 @@ def live_digests(model: torch.nn.Module, *, known: Collection[str]) -> dict[str,
 def _parameters(model: torch.nn.Module) -> Iterator[tuple[list[str], torch.nn.Parameter]]:
     """(checkpoint names stacked in it, parameter) of every parameter; a tied head counts once."""
     config: Any = model.config
-    fused = family_for(config.architectures).fused
+    family = family_for(config.architectures)
+    fused, facts = family.fused, family.facts(config)
     tied = bool(getattr(config, "tie_word_embeddings", False))
     for name, parameter in model.named_parameters():
         path, _, kind = name.rpartition(".")
         parent, _, leaf = path.rpartition(".")
         if tied and leaf == "lm_head":
+            continue
+        if kind in STACKED_EXPERTS and parameter.dim() == 3:
+            experts = name.partition(".experts.")[0] + ".experts"
+            parts = STACKED_EXPERTS[kind]
+            yield [f"{experts}.{n}.{part}.weight" for n in range(facts.num_experts) for part in parts], parameter
             continue
         yield [f"{parent}.{part}.{kind}" for part in fused[leaf]] if leaf in fused else [name], parameter

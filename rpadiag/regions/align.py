@@ -210,9 +210,12 @@ def _absent_regions(decoder: Decoder) -> dict[str, str]:
     absent = {}
     if not decoder.qk_norm:
         absent["qk_norm"] = f"{decoder.family.name} has no per-head norm of queries and keys"
-    activation = decoder.layers[0].mlp.act_fn  # type: ignore[union-attr]
-    if type(activation).__name__ not in ("SiLU", "SiLUActivation"):
-        absent["swiglu"] = f"its MLP uses {type(activation).__name__}, not SiLU"
+    if decoder.activation is None:
+        absent["swiglu"] = (
+            f"every layer of this {decoder.family.name} has experts, whose products no contract describes"
+        )
+    elif decoder.activation not in ("SiLU", "SiLUActivation"):
+        absent["swiglu"] = f"its MLP uses {decoder.activation}, not SiLU"
     return absent
 
 

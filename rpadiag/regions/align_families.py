@@ -21,8 +21,9 @@ class Family:
     """One family of ``transformers.models``.
 
     prefix: of its class names; offset_norm: norms multiply by 1 + weight; four_norms: norms behind attention and MLP
-    too, before the add; late_qk_norm: per-head norms run after all three projections; attention_extras: what the attention interface is passed beside dropout and scaling, as
-    (argument, attribute of the module or ``config.`` attribute).
+    too, before the add; late_qk_norm: per-head norms run after all three projections; attention_extras: what the
+    attention interface is passed beside dropout and scaling, as (argument, attribute of the module or ``config.``
+    attribute); experts: class of the block that some layers have in place of the MLP.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Family:
     four_norms: bool = False
     late_qk_norm: bool = False
     attention_extras: tuple[tuple[str, str], ...] = ()
+    experts: str | None = None
 
     @property
     def module_name(self) -> str:
@@ -49,6 +51,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(name="llama", prefix="Llama"),
     Family(name="qwen2", prefix="Qwen2", attention_extras=_WINDOW),
     Family(name="qwen3", prefix="Qwen3", attention_extras=_WINDOW),
+    Family(name="qwen3_moe", prefix="Qwen3Moe", attention_extras=_WINDOW, experts="Qwen3MoeSparseMoeBlock"),
     Family(name="mistral", prefix="Mistral", attention_extras=(("sliding_window", "config.sliding_window"),)),
     Family(name="gemma", prefix="Gemma", offset_norm=True),
     Family(
@@ -78,6 +81,17 @@ class Decoder:
     final_norm: nn.Module
     rotary: nn.Module
     qk_norm: bool
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that have an MLP, not experts."""
+        return tuple(n for n, layer in enumerate(self.layers) if not has_experts(layer, self.family))
+
+    @property
+    def activation(self) -> str | None:
+        """Class name of the activation of the MLPs; None where every layer has experts."""
+        dense = self.dense_layers
+        return type(self.layers[dense[0]].mlp.act_fn).__name__ if dense else None  # type: ignore[union-attr]
 
 
 def find_decoder(model: nn.Module) -> Decoder:
@@ -149,9 +163,19 @@ def _check_own_forward(module: nn.Module, part: str, family: Family) -> None:
 
 def _check_layer(layer: nn.Module, family: Family) -> None:
     _unwrap(layer.self_attn, "attention", family)  # type: ignore[arg-type]
-    _unwrap(layer.mlp, "mlp", family)  # type: ignore[arg-type]
+    if not has_experts(layer, family):
+        _unwrap(layer.mlp, "mlp", family)  # type: ignore[arg-type]
     for norm in layer_norms(layer, family):
         _unwrap(norm, "norm", family)
+
+
+def has_experts(layer: nn.Module, family: Family) -> bool:
+    """Whether a decoder layer has experts in place of an MLP."""
+    return family.experts is not None and any(
+        c.__name__ == family.experts and c.__module__ == family.module_name
+        for module in layer.modules()
+        for c in type(module).__mro__
+    )
 
 
 def layer_norms(layer: nn.Module, family: Family) -> Iterator[nn.Module]:

@@ -11,9 +11,13 @@ from rpadiag.engines import digests
 from rpadiag.engines.trainer import TrainerEngine, move_by_ulps
 from rpadiag.errors import CaptureError, InputError, NotComparableError, UsageError
 from rpadiag.runs.manifest import differing_tensors, weights_digest
-from rpadiag.sites import inputs_of
 
 IDS = token_ids(90)  # longer than Mistral's window of 64
+
+
+def attentions(family):
+    """Implementations that compute what the family's configuration says."""
+    return ("eager",) if family == "gemma2" else ("sdpa", "eager")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -52,7 +56,9 @@ def state(engine):
 def test_scores_are_log_softmax_of_the_plain_forward_to_the_bit(engine):
     from transformers import AutoModelForCausalLM
 
-    plain = AutoModelForCausalLM.from_pretrained(engine.name, dtype=torch.bfloat16)
+    plain = AutoModelForCausalLM.from_pretrained(
+        engine.name, dtype=torch.bfloat16, attn_implementation=engine.manifest()["attention"]
+    )
     with torch.no_grad():
         logits = plain(torch.tensor([IDS])).logits[0, :-1].float()
     logprobs = torch.log_softmax(logits, -1)
@@ -91,10 +97,16 @@ def test_sites_hold_what_the_modules_compute(engine):
         hidden = engine.model.model(torch.tensor([IDS]), output_hidden_states=True, use_cache=False).hidden_states
     assert torch.equal(found["embed"], hidden[0][0])
     assert torch.equal(found["layers.0.resid_mlp"], hidden[1][0])
-    assert torch.equal(found["final_norm"], hidden[2][0])
+    assert torch.equal(found["final_norm"], hidden[-1][0])
     layer = engine.model.model.layers[0]
-    assert torch.equal(found["layers.0.resid_attn"], found["embed"] + found["layers.0.o"])
-    assert torch.equal(found["layers.0.act"], torch.nn.functional.silu(found["layers.0.gate"]) * found["layers.0.up"])
+    added = found["layers.0.attn_norm" if "attn_norm" in engine.family.trainer else "layers.0.o"]
+    assert torch.equal(found["layers.0.resid_attn"], found["embed"] + added)
+    n = next(n for n in range(engine.facts.num_layers) if n not in engine.facts.expert_layers)
+    gate, up = found[f"layers.{n}.gate"], found[f"layers.{n}.up"]
+    if "geglu" in engine.family.trainer:
+        assert torch.equal(found[f"layers.{n}.geglu"], torch.nn.functional.gelu(gate, approximate="tanh") * up)
+    else:
+        assert torch.equal(found[f"layers.{n}.act"], torch.nn.functional.silu(gate) * up)
     assert torch.equal(found["layers.0.v"][None], layer.self_attn.v_proj(found["layers.0.input_norm"][None]))
     assert torch.equal(
         found["layers.0.q_rope"][0], found["layers.0.q_norm" if engine.facts.qk_norm else "layers.0.q"][0]
@@ -102,14 +114,13 @@ def test_sites_hold_what_the_modules_compute(engine):
     assert not torch.equal(found["layers.0.q_rope"][1], found["layers.0.q"][1])
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "attention"), [(f, a) for f in FAMILIES for a in attentions(f)])
 def test_replaying_every_site_from_the_trainers_own_tensors_gives_it_back_to_the_bit(family, attention, tiny):
     engine = TrainerEngine.load(tiny(family), attention=attention)
     _, found = capture(engine)
     before = state(engine)
     for site in engine.facts.sites:
-        inputs = [found[name] for name in inputs_of(site, engine.facts.sites, num_layers=2)]
+        inputs = [found[name] for name in engine.facts.reads(site)]
         assert torch.equal(engine.replay(site, inputs, token_ids=IDS), found[site]), site
     assert state(engine) == before
 
@@ -117,15 +128,15 @@ def test_replaying_every_site_from_the_trainers_own_tensors_gives_it_back_to_the
 def test_replay_uses_the_positions_and_the_inputs_it_is_given(engine):
     positions = list(range(3, 3 + len(IDS)))
     _, found = capture(engine, positions=positions)
-    reads = inputs_of("layers.1.k_rope", engine.facts.sites, num_layers=2)
-    inputs = [found[name] for name in reads]
+    inputs = [found[name] for name in engine.facts.reads("layers.1.k_rope")]
     assert torch.equal(engine.replay("layers.1.k_rope", inputs, positions=positions), found["layers.1.k_rope"])
     assert not torch.equal(engine.replay("layers.1.k_rope", inputs), found["layers.1.k_rope"])
-    up = found["layers.0.up"].clone()
+    product = next(s for s in found if s.endswith((".act", ".geglu")))
+    gate, up = (found[name].clone() for name in engine.facts.reads(product))
     up[5] = 0
-    act = engine.replay("layers.0.act", [found["layers.0.gate"], up])
+    act = engine.replay(product, [gate, up])
     assert bool((act[5] == 0).all())
-    assert torch.equal(act[6], found["layers.0.act"][6])
+    assert torch.equal(act[6], found[product][6])
 
 
 def test_replay_runs_what_the_model_is_patched_with(llama):
@@ -309,3 +320,33 @@ def test_manifest_is_json_and_names_what_decides_the_bits(llama):
 def test_token_ids_that_the_model_cannot_take_are_an_error(llama, ids, message):
     with pytest.raises(InputError, match=message):
         llama.forward(ids)
+
+
+def test_attention_that_ignores_a_soft_cap_is_refused_and_auto_takes_one_that_does_not(tiny):
+    with pytest.raises(UsageError, match="ignores attn_logit_softcapping=50") as caught:
+        TrainerEngine.load(tiny("gemma2"), attention="sdpa")
+    assert "--attention eager" in caught.value.hint
+    assert TrainerEngine.load(tiny("gemma2")).manifest()["attention"] == "eager"
+    assert TrainerEngine.load(tiny("gemma3")).manifest()["attention"] == "sdpa"
+
+
+def test_stacked_experts_have_the_digests_of_the_checkpoints_tensors(tiny):
+    from safetensors.torch import load_file
+
+    stored = load_file(tiny("qwen3_moe") / "model.safetensors")
+    assert sum(".experts." in name for name in stored) == 2 * 8 * 3
+    assert TrainerEngine.load(tiny("qwen3_moe")).weight_digests() == {
+        name: digests.tensor_digest(tensor) for name, tensor in stored.items()
+    }
+
+
+def test_replayed_experts_are_those_that_the_given_router_logits_choose(tiny):
+    engine = TrainerEngine.load(tiny("qwen3_moe"))
+    _, found = capture(engine)
+    hidden, logits = (found[name] for name in engine.facts.reads("layers.0.expert_out"))
+    swapped = logits.clone()
+    swapped[7] = logits[7].flip(-1)
+    out = engine.replay("layers.0.expert_out", [hidden, swapped])
+    kept = torch.arange(len(IDS)) != 7
+    assert torch.equal(out[kept], found["layers.0.expert_out"][kept])
+    assert not torch.equal(out[7], found["layers.0.expert_out"][7])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rpadiag.engines.families import llama, mistral, qwen2, qwen3
+from rpadiag.engines.families import gemma2, gemma3, llama, mistral, qwen2, qwen3, qwen3_moe
 from rpadiag.engines.families.sitemap import Family, Source
 from rpadiag.errors import InputError
 
-FAMILIES: dict[str, Family] = {f.FAMILY.name: f.FAMILY for f in (llama, qwen2, qwen3, mistral)}
+FAMILIES: dict[str, Family] = {
+    f.FAMILY.name: f.FAMILY for f in (llama, qwen2, qwen3, mistral, qwen3_moe, gemma2, gemma3)
+}
 
 
 def architectures() -> tuple[str, ...]:

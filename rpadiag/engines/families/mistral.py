@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from rpadiag.engines.families.sitemap import FUSED, NO_QK_NORM, Family, rollout_points, trainer_points
+from rpadiag.engines.families.sitemap import (
+    FUSED,
+    NO_EXPERTS,
+    NO_GEGLU,
+    NO_QK_NORM,
+    PRE_NORM,
+    Family,
+    rollout_points,
+    trainer_points,
+)
 
 FAMILY = Family(
     name="mistral",
@@ -12,7 +21,7 @@ FAMILY = Family(
     rollout=rollout_points(qk_norm=False),
     windows="all",
     fused=FUSED,
-    absent=NO_QK_NORM,
+    absent={**NO_QK_NORM, **PRE_NORM, **NO_GEGLU, **NO_EXPERTS},
     refused={
         "quantization_config": "quantised linears are not the ones this site map names",
         "llama_4_scaling": "its query is scaled by position after RoPE, which no site shows",

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from rpadiag.engines.families.sitemap import FUSED, Family, rollout_points, trainer_points
+from rpadiag.engines.families.sitemap import (
+    FUSED,
+    NO_EXPERTS,
+    NO_GEGLU,
+    PRE_NORM,
+    Family,
+    rollout_points,
+    trainer_points,
+)
 
 FAMILY = Family(
     name="qwen3",
@@ -12,7 +20,7 @@ FAMILY = Family(
     rollout=rollout_points(qk_norm=True),
     windows="layer_types",
     fused=FUSED,
-    absent={},
+    absent={**PRE_NORM, **NO_GEGLU, **NO_EXPERTS},
     refused={
         "quantization_config": "quantised linears are not the ones this site map names",
         "dual_chunk_attention_config": "vLLM then computes attention in chunks with their own positions",

@@ -9,6 +9,7 @@ take     meaning
 output   what the module returned; element ``index`` where it returns a tuple (a lone tensor is index 0)
 input    positional argument ``index`` of the call, seen before the module runs
 slice    part ``index`` of output 0, which holds ``parts`` fused tensors side by side in the width
+logits   the logits that the whole model returned, which may be capped after the head (trainer only)
 query    the query handed to the attention function, heads after tokens (trainer only)
 key      the key handed to the attention function (trainer only)
 derived  computed from ``logits`` by the engine, in no module
@@ -24,11 +25,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rpadiag.engines.base import ModelFacts
+from rpadiag.engines.base import DENSE_MLP_POINTS, ModelFacts
 from rpadiag.errors import InputError
 from rpadiag.sites import split_site
 
-TAKES = ("output", "input", "slice", "query", "key", "derived")
+TAKES = ("output", "input", "slice", "logits", "query", "key", "derived")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +37,14 @@ class Source:
     """One point in one stack: module path, and which of its tensors. See the module's table.
 
     parts: names of the points that share the fused output, in order, for ``slice``.
+    heads_first: the tensor is [1, heads, T, head_dim] (trainer only).
     """
 
     module: str
     take: str = "output"
     index: int = 0
     parts: tuple[str, ...] = ()
+    heads_first: bool = False
     last: str | None = None
 
     def path(self, layer: int | None, num_layers: int) -> str:
@@ -59,12 +62,13 @@ class Family:
 
     architectures: names in ``config.json`` that this map holds for.
     trainer, rollout: Source of every point, keyed by point name (``q_rope``, ``embed``, ...).
-    trainer_rotary, rollout_rotary: module path of a rotary embedding that is handed the positions.
+    trainer_rotary: module path of a rotary embedding that is handed the positions.
     fused: rollout parameter -> the checkpoint's parameters stacked in it along dimension 0, both as the last
         module name of the path.
     absent: points that the family does not have, with the reason.
     windows: who reads ``sliding_window``: ``none`` (ignored), ``all`` layers, or those that ``layer_types`` names.
     refused: configuration attributes this map does not hold for -> the reason; checked by ``facts``.
+    activation: the gated MLP's, as the configuration writes it. experts: whether layers may have them (Qwen's rule).
     """
 
     name: str
@@ -74,21 +78,22 @@ class Family:
     rollout: Mapping[str, Source]
     windows: str = "none"
     trainer_rotary: str = "model.rotary_emb"
-    rollout_rotary: str = "model.layers.0.self_attn.rotary_emb"
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     absent: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
+    activation: str = "silu"
+    experts: bool = False
 
     def facts(self, config: Any) -> ModelFacts:
         """Facts from a transformers configuration object (vLLM's ``hf_config`` is one too)."""
         for attribute, reason in self.refused.items():
             if getattr(config, attribute, None):
                 raise InputError(f"{self.name} models with {attribute} are not supported", detail=reason)
-        activation = getattr(config, "hidden_act", "silu")
-        if activation != "silu":
+        given = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or self.activation
+        if given != self.activation:
             raise InputError(
-                f"activation {activation!r} is not supported",
-                detail="the site act is the SwiGLU product silu(gate) * up",
+                f"activation {given!r} is not supported",
+                detail=f"the gated product of {self.name} models is that of {self.activation!r}",
             )
         heads = int(config.num_attention_heads)
         layers = int(config.num_hidden_layers)
@@ -107,8 +112,25 @@ class Family:
             rms_eps=float(config.rms_norm_eps),
             tied_head=bool(getattr(config, "tie_word_embeddings", False)),
             sliding_windows=_sliding_windows(config, layers, self.windows),
-            absent=dict(self.absent),
+            **self._experts(config, layers),
         )
+
+    def _experts(self, config: Any, num_layers: int) -> dict[str, Any]:
+        """Facts about experts, and the points that no layer has."""
+        count = int(getattr(config, "num_experts", 0) or 0) if self.experts else 0
+        step, dense = int(getattr(config, "decoder_sparse_step", 1)), getattr(config, "mlp_only_layers", None) or ()
+        sparse = tuple(n for n in range(num_layers) if count and n not in dense and (n + 1) % step == 0)
+        absent = dict(self.absent)
+        if not sparse:
+            return {"absent": absent | NO_EXPERTS}
+        if len(sparse) == num_layers:
+            absent |= dict.fromkeys(DENSE_MLP_POINTS, "every layer has experts in place of a dense MLP")
+        return {
+            "absent": absent,
+            "expert_layers": sparse,
+            "num_experts": count,
+            "experts_per_token": int(config.num_experts_per_tok),
+        }
 
     def source(self, site: str, *, stack: str, num_layers: int) -> tuple[str, Source]:
         """(module path, Source) of a site; ``stack`` is ``trainer`` or ``rollout``."""
@@ -122,8 +144,8 @@ class Family:
         """Width W of every point, in elements."""
         q, kv = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
         by_name = {"q": q, "q_norm": q, "q_rope": q, "attn": q, "k": kv, "k_norm": kv, "k_rope": kv, "v": kv}
-        by_name |= dict.fromkeys(("gate", "up", "act"), facts.intermediate_size)
-        by_name |= {"logits": facts.vocab_size, "logprob": 1}
+        by_name |= dict.fromkeys(("gate", "up", "act", "geglu"), facts.intermediate_size)
+        by_name |= {"router": facts.num_experts, "logits": facts.vocab_size, "logprob": 1}
         return {point: by_name.get(point, facts.hidden_size) for point in self.trainer}
 
 
@@ -196,8 +218,46 @@ def rollout_points(*, qk_norm: bool) -> dict[str, Source]:
     }
 
 
+def trainer_gemma(*, qk_norm: bool) -> dict[str, Source]:
+    """transformers' layout of Gemma 2 and 3: norms around attention and MLP, GeGLU, logits capped after the head."""
+    layer, points = "model.layers.{n}", trainer_points(qk_norm=qk_norm)
+    points["geglu"] = points.pop("act")
+    return {
+        **points,
+        "attn_norm": Source(module=f"{layer}.post_attention_layernorm"),
+        "resid_attn": Source(module=f"{layer}.pre_feedforward_layernorm", take="input"),
+        "post_norm": Source(module=f"{layer}.pre_feedforward_layernorm"),
+        "mlp_norm": Source(module=f"{layer}.post_feedforward_layernorm"),
+        "logits": Source(module="", take="logits"),
+    }
+
+
+def rollout_gemma(*, qk_norm: bool) -> dict[str, Source]:
+    """vLLM's layout of the same. The embedding is scaled after its module, so it is read where the first layer gets it."""
+    layer, points = "model.layers.{n}", rollout_points(qk_norm=qk_norm)
+    points["geglu"] = points.pop("act")
+    return {
+        **points,
+        "embed": Source(module="model.layers.0", take="input", index=1),
+        "attn_norm": Source(module=f"{layer}.post_attention_layernorm"),
+        "resid_attn": Source(module=f"{layer}.pre_feedforward_layernorm", index=1),
+        "post_norm": Source(module=f"{layer}.pre_feedforward_layernorm"),
+        "mlp_norm": Source(module=f"{layer}.post_feedforward_layernorm"),
+    }
+
+
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 NO_QK_NORM = {
     "q_norm": "this family has no per-head norm of the query",
     "k_norm": "this family has no per-head norm of the key",
 }
+PRE_NORM = {
+    "attn_norm": "this family adds the attention output to the stream without a norm",
+    "mlp_norm": "this family adds the MLP output to the stream without a norm",
+}
+NO_EXPERTS = {
+    "router": "no layer of this model has experts",
+    "expert_out": "no layer of this model has experts",
+}
+NO_GEGLU = {"geglu": "the gated product of this family is a SwiGLU: see act"}
+NO_SWIGLU = {"act": "the gated product of this family is a GeGLU, outside the swiglu region: see geglu"}
