@@ -70,33 +70,35 @@ class Sections:
         self._decoder: Any = trainer.model.get_submodule(embed.rpartition(".")[0])
         self.num_layers = trainer.facts.num_layers
 
-    def run(self, batch: Batch, start: int, stop: int, state: torch.Tensor | None = None) -> torch.Tensor:
-        """Hidden states [B, T, H] that enter layer ``stop`` from those that enter layer ``start`` (None for layer 0).
+    def embedded(self, batch: Batch) -> torch.Tensor:
+        """The embedding module's output [B, T, H], moved by the batch's draws: the state that enters layer 0."""
+        with torch.no_grad():
+            hidden: torch.Tensor = self._embed(batch.input_ids)
+            return hidden if batch.draws is None else _moved(hidden, batch.draws)
+
+    def run(self, batch: Batch, start: int, stop: int, state: torch.Tensor) -> torch.Tensor:
+        """Hidden states [B, T, H] that enter layer ``stop`` from those that enter layer ``start``.
 
         With ``stop`` = number of layers: the final norm's output. A returned tensor may carry the addends of a residual sum
         (:mod:`rpadiag.regions.addends`): hand on the object itself, not a copy.
         """
         forwards: dict[nn.Module, Callable[..., Any]] = {}
-        layers = list(self._decoder.layers)
-        for number, layer in enumerate(layers):
+        if start == 0:
+            forwards[self._embed] = _answer(state)  # a scale that the decoder applies to it comes after
+        for number, layer in enumerate(self._decoder.layers):
             if number < start:
                 forwards[layer] = _answer(state) if number == start - 1 else _same
             elif number == stop:
                 forwards[layer] = _leave
         arguments = {"attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
         given = {name: value for name, value in arguments.items() if value is not None}
-        noisy = self._embed.register_forward_hook(moved_embedding(batch.draws)) if batch.draws is not None else None
         try:
             with torch.no_grad(), replaced(forwards):
-                hidden: torch.Tensor = self._decoder(
-                    input_ids=batch.input_ids, use_cache=False, **given
-                ).last_hidden_state
+                decoded = self._decoder(input_ids=batch.input_ids, use_cache=False, **given)
+                hidden: torch.Tensor = decoded.last_hidden_state
             return hidden
         except _Entered as entered:
             return entered.hidden
-        finally:
-            if noisy is not None:
-                noisy.remove()
 
     def logprobs(self, batch: Batch, normed: torch.Tensor) -> list[torch.Tensor]:
         """float32 [T-1] of each of ``batch.rows`` from the final norm's output [B, T, H], a block of rows at a time."""
@@ -134,11 +136,11 @@ class _DecoderOutput:
 
 def moved_embedding(draws: torch.Tensor) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:
     """A forward hook that moves the embedding output [B, T, H] by the draws of :func:`noise.ulp_draws`, int8 [B, T, H]."""
+    return lambda _module, _args, output: _moved(output, draws)
 
-    def move(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
-        return move_by_ulps(output, noise.ulp_offsets(output, draws))
 
-    return move
+def _moved(hidden: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    return move_by_ulps(hidden, noise.ulp_offsets(hidden, draws))
 
 
 def _answer(state: Any) -> Callable[..., Any]:

@@ -221,7 +221,9 @@ class PrefixScorer:
     def _walk(self, batch: Batch, settings: Sequence[_Setting]) -> Iterator[tuple[int, list[torch.Tensor]]]:
         """(number of the setting, logprobs of each row), every layer run once for all settings that agree up to it."""
         with self._noise(batch):
-            pending: list[tuple[list[int], int, Any]] = [(list(range(len(settings))), 0, None)]
+            pending: list[tuple[list[int], int, Any]] = [
+                (list(range(len(settings))), 0, self._sections.embedded(batch))
+            ]
             while pending:
                 here, start, state = pending.pop()
                 stop = _agree_until(here, settings, start)
