@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from rpadiag.engines.base import ModelFacts, TokenScores, TokenSequence, check_scoring
 from rpadiag.engines.bundle import open_bundle
-from rpadiag.engines.vllm_child import Child, child_environment, inherited_environment
+from rpadiag.engines.vllm_child import TIMEOUT_S, Child, child_environment, inherited_environment
 from rpadiag.errors import CaptureError, MissingDependencyError, UsageError
 
 if TYPE_CHECKING:
@@ -82,23 +82,29 @@ class VllmEngine:
         enforce_eager: bool = True,
         deterministic: bool = False,
         num_threads: int = 1,
+        tensor_parallel_size: int = 1,
         revision: str | None = None,
         trust_remote_code: bool = False,
         extra: Mapping[str, Any] | None = None,
+        timeout_s: float = TIMEOUT_S,
     ) -> VllmEngine:
         """Start vLLM on a checkpoint.
 
         max_model_len: vLLM's; the longest sequence is one token shorter, because vLLM samples one token more.
             None means the model's own limit, or 4,097 if that is larger.
         deterministic: CPU only; matrix products that do not depend on the batch, so that vLLM's own noise is 0.
+        tensor_parallel_size: ranks that the model is cut over, each a process with a device (on a CPU: a thread) of its own.
         extra: further vLLM engine arguments; they win over rpadiag's.
+        timeout_s: without progress for so long vLLM is ended: no message, and while it loads no line in its log either.
         Raises MissingDependencyError without vLLM, InputError for a broken checkpoint, EngineError if vLLM fails.
         """
         if importlib.util.find_spec("vllm") is None:
             line = INSTALL["cpu" if device == "cpu" else "cuda"]
             raise MissingDependencyError("vLLM is not installed", detail="the rollout stack needs it", hint=line)
         _check_model(model)
-        environment = child_environment(device, enforce_eager, deterministic, num_threads, model)
+        environment = child_environment(
+            device, enforce_eager, deterministic, num_threads, model, num_ranks=tensor_parallel_size
+        )
         arguments = {
             **PINNED,
             "dtype": dtype,
@@ -109,11 +115,12 @@ class VllmEngine:
             # only checked against what is free at start: the cache has its own size
             **({} if device == "cpu" else {"gpu_memory_utilization": 0.2}),
             **({"revision": revision} if revision else {}),
+            **({"tensor_parallel_size": tensor_parallel_size} if tensor_parallel_size > 1 else {}),
             **({"hf_overrides": dict(hf_overrides)} if hf_overrides else {}),
             **(extra or {}),
         }
         request = {"model": str(model), "arguments": arguments, "max_model_len": max_model_len, "device": device}
-        process = Child(environment, Path(log_path) if log_path is not None else None)
+        process = Child(environment, Path(log_path) if log_path is not None else None, timeout_s=timeout_s)
         try:
             return cls(process, request, environment, device)
         except BaseException:
@@ -229,6 +236,10 @@ class VllmEngine:
     def close(self) -> None:
         """End the process."""
         self._process.close()
+
+    def abort(self) -> None:
+        """End the process at once, from any thread; a call that waits for it raises EngineError."""
+        self._process.kill()
 
     def __enter__(self) -> VllmEngine:
         return self

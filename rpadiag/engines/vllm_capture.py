@@ -23,6 +23,7 @@ from rpadiag.errors import CaptureError, RpadiagError
 from rpadiag.sites import layer_site, split_site
 
 if TYPE_CHECKING:
+    from rpadiag.engines.base import ModelFacts
     from rpadiag.engines.families import Family
 
 # Points outside the compiled model, or at the attention operator, which stays whole in the compiled graph.
@@ -60,9 +61,31 @@ def is_compiled(runner: Any) -> bool:
     return mode is not None and getattr(mode, "name", str(mode)) != "NONE"
 
 
-def observable(runner: Any, sites: Sequence[str]) -> list[str]:
-    """Those of ``sites`` that can be captured from a runner in the mode it runs in."""
-    return [s for s in sites if not is_compiled(runner) or split_site(s)[1] in COMPILED_POINTS]
+def describe(runner: Any) -> dict[str, Any]:
+    """``model_runner`` and ``model_class`` by name, and ``compiled``: whether the model's modules are not called."""
+    return {
+        "model_runner": f"{type(runner).__module__}.{type(runner).__name__}",
+        "model_class": type(runner.get_model()).__name__,
+        "compiled": is_compiled(runner),
+    }
+
+
+def observable(sites: Sequence[str], *, compiled: bool) -> list[str]:
+    """Those of ``sites`` that can be captured from a compiled model, or from one that is not."""
+    return [s for s in sites if not compiled or split_site(s)[1] in COMPILED_POINTS]
+
+
+def shard_widths(family: Family, facts: ModelFacts, num_ranks: int) -> dict[str, int]:
+    """Width of every point on one of ``num_ranks`` ranks, where it is cut: by heads, or by intermediate columns.
+
+    Where there are fewer key heads than ranks, each rank holds one.
+    """
+    widths = family.widths(facts)
+    query = facts.num_heads // num_ranks * facts.head_dim
+    key = max(1, facts.num_kv_heads // num_ranks) * facts.head_dim
+    cut = dict.fromkeys(("q", "q_norm", "q_rope", "attn"), query) | dict.fromkeys(("k", "k_norm", "k_rope", "v"), key)
+    cut |= dict.fromkeys(("gate", "up", "act"), facts.intermediate_size // num_ranks)
+    return {point: cut.get(point, width) for point, width in widths.items()}
 
 
 def entropy_and_argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +121,8 @@ class Recorder:
         config = self.model.config
         self._family: Family = family_for(config.architectures)
         self._facts = self._family.facts(config)
-        self._widths = self._family.widths(self._facts)
+        num_ranks = runner.vllm_config.parallel_config.tensor_parallel_size
+        self._widths = shard_widths(self._family, self._facts, num_ranks)
 
     def begin(self, sequence: int, token_ids: list[int], num_generate: int) -> None:
         """Expect a sequence: its prompt, then ``num_generate`` tokens that vLLM samples and is fed."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
 import gc
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -27,11 +29,11 @@ from rpadiag.engines.bundle_writer import BundleWriter
 from rpadiag.errors import EngineError, InputError, RpadiagError, unknown_name
 
 if TYPE_CHECKING:
-    import torch
-
     from rpadiag.engines.vllm_capture import Recorder
+    from rpadiag.engines.vllm_shards import ShardedRecorder
 
 EXTENSION = "rpadiag.engines.vllm_capture.CaptureExtension"
+SHARD_EXTENSION = "rpadiag.engines.vllm_shards.ShardExtension"
 DEFAULT_MAX_MODEL_LEN = 4097  # sequences of 4,096 tokens
 # The cache holds one full sequence and at least this many tokens, so that a batch of short prompts fits too.
 MIN_CACHE_TOKENS = 4096
@@ -39,6 +41,7 @@ MIN_CACHE_TOKENS = 4096
 
 def main(descriptor: int, parent: int) -> NoReturn:
     """Serve commands from an inherited connection until it closes or ``parent`` dies."""
+    faulthandler.register(signal.SIGUSR1)  # the parent asks where a process is that gives no sign of life
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
     connection = Connection(descriptor)
     host = Host(connection)
@@ -72,7 +75,9 @@ class Host:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._alive = 0.0
         self._llm: Any = None
+        self._workers: Any = None  # OneWorker or ManyWorkers
         self._device = "cpu"
         self._delivered: dict[str, str] = {}
 
@@ -95,37 +100,42 @@ class Host:
                 raise unknown_name("vLLM argument", name, defaults)
         facts = self._facts(model, arguments)
         tokens = min(max_model_len or DEFAULT_MAX_MODEL_LEN, facts.max_positions + 1) - 1
-        given = {**_sized(arguments, facts, tokens), "worker_extension_cls": EXTENSION}
+        sharded = arguments.get("tensor_parallel_size", 1) > 1
+        given = {**_sized(arguments, facts, tokens), "worker_extension_cls": SHARD_EXTENSION if sharded else EXTENSION}
         self._unload()
         self._device = device
         with self._digesting():
             self._llm = LLM(model=model, **given)
+        from rpadiag.engines.config_facts import config_facts
         from rpadiag.engines.vllm_capture import observable
-        from rpadiag.engines.vllm_weights import check_complete
+        from rpadiag.engines.vllm_workers import workers_of
 
+        self._workers = workers_of(self._engine, self._delivered)
         try:
-            check_complete(self._runner().get_model(), self._delivered, name=model)
+            self._workers.check_complete(model)
         except InputError:
             self._unload()
             raise
+        described = self._workers.describe()
+        compiled = described.pop("compiled")
         return {
             "facts": dataclasses.asdict(facts),
-            "sites": observable(self._runner(), facts.sites),
+            "sites": observable(facts.sites, compiled=compiled),
             "manifest": {
                 "vllm_version": __version__,
                 "torch_version": torch.__version__,
                 "device_name": torch.cuda.get_device_name() if device != "cpu" else _cpu_name(),
                 "arguments": {k: v for k, v in given.items() if v != _default(defaults[k])},
+                "config": config_facts(self._engine.vllm_config.model_config.hf_text_config),
                 "load_s": round(time.monotonic() - started, 3),
-                **_effective(self._engine.vllm_config, self._runner()),
+                **_effective(self._engine.vllm_config),
+                **described,
             },
         }
 
     def do_weight_digests(self) -> dict[str, str]:
         """Digest per checkpoint tensor: of the live parameter where vLLM kept it, else of what was loaded into it."""
-        from rpadiag.engines.vllm_weights import live_digests
-
-        return {**self._delivered, **live_digests(self._runner().get_model(), known=self._delivered)}
+        return self._workers.weight_digests()
 
     def do_score(
         self,
@@ -142,7 +152,7 @@ class Host:
         """Score sequences, and capture ``sites`` of them, into a new bundle."""
         order = [[i] for i in range(len(sequences))] if not together else self._groups(sequences, num_generate)
         with BundleWriter(directory, meta) as bundle:
-            recorder: Recorder = self._engine.collective_rpc("rpadiag_recorder", args=(bundle, sites))[0]
+            recorder = self._workers.recorder(bundle, sites, self._family, self._model_facts)
             try:
                 recorder.attach()
                 for group in order:
@@ -157,7 +167,7 @@ class Host:
 
         from rpadiag.engines.vllm_attention import serve_attention
 
-        with serve_attention(self._runner().get_model(), self._connection):
+        with serve_attention(self._workers.model(), self._connection):
             parameters = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
             self._engine.add_request("0", {"prompt_token_ids": [0] * num_tokens}, parameters)
             while self._engine.has_unfinished_requests():
@@ -166,7 +176,12 @@ class Host:
     # -- scoring -----------------------------------------------------------------------------------
 
     def _run(
-        self, recorder: Recorder, group: Mapping[int, dict[str, Any]], num_generate: int, temperature: float, seed: int
+        self,
+        recorder: Recorder | ShardedRecorder,
+        group: Mapping[int, dict[str, Any]],
+        num_generate: int,
+        temperature: float,
+        seed: int,
     ) -> None:
         """Run one call's sequences. One token more than asked for is sampled, and never fed.
 
@@ -198,11 +213,23 @@ class Host:
             for output in engine.step():
                 if output.finished and recorder.error is None:
                     self._finish(recorder, group[int(output.request_id)], int(output.request_id), output, num_generate)
+            self._sign_of_life()
         if recorder.error is not None:
             raise recorder.error
 
+    def _sign_of_life(self) -> None:
+        """Tell the parent that a step has ended, once a second: from this thread, because another would go on in a hang."""
+        if time.monotonic() - self._alive >= 1.0:
+            self._alive = time.monotonic()
+            self._connection.send_bytes(b'{"alive": true}')
+
     def _finish(
-        self, recorder: Recorder, sequence: Mapping[str, Any], index: int, output: Any, num_generate: int
+        self,
+        recorder: Recorder | ShardedRecorder,
+        sequence: Mapping[str, Any],
+        index: int,
+        output: Any,
+        num_generate: int,
     ) -> None:
         """Write a finished request's scores and close its sequence."""
         ids = [int(t) for t in sequence["token_ids"]]
@@ -255,20 +282,16 @@ class Host:
 
         trusted = bool(arguments.get("trust_remote_code", False))
         config = load_config(model, revision=arguments.get("revision"), trust_remote_code=trusted)
-        family = family_for(config.architectures)
+        self._family = family_for(config.architectures)
         config.update(arguments.get("hf_overrides") or {})
-        return family.facts(config)
+        self._model_facts = self._family.facts(config)
+        return self._model_facts
 
     @property
     def _engine(self) -> Any:
         if self._llm is None:
             raise EngineError("no model is loaded in the vLLM process", hint="reload one; the last reload failed")
         return self._llm.llm_engine
-
-    def _runner(self) -> Any:
-        executor = self._engine.model_executor
-        worker = getattr(executor, "driver_worker", executor)
-        return getattr(worker, "worker", worker).model_runner
 
     def _unload(self) -> None:
         if self._llm is None:
@@ -278,7 +301,7 @@ class Host:
         # Some models stay in reference cycles of vLLM's own: left to them, the end of an engine that is collected later would
         # take the process groups of the next one with it.
         self._llm.llm_engine.engine_core.shutdown()
-        self._llm = None
+        self._llm = self._workers = None
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -288,19 +311,11 @@ class Host:
         """Digest what vLLM's loader hands to the model: CPU linears keep no readable weight afterwards."""
         from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-        from rpadiag.engines.digests import tensor_digest
+        from rpadiag.engines.vllm_weights import noted
 
         original = DefaultModelLoader.get_all_weights
         delivered: dict[str, str] = {}
-
-        def tee(loader: Any, config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-            tied = bool(getattr(config.hf_config, "tie_word_embeddings", False))
-            for name, tensor in original(loader, config, model):
-                if not (name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")):
-                    delivered[name] = tensor_digest(tensor.to(config.dtype))
-                yield name, tensor
-
-        DefaultModelLoader.get_all_weights = tee
+        DefaultModelLoader.get_all_weights = noted(original, delivered)
         try:
             yield
         finally:
@@ -329,7 +344,7 @@ def _default(spec: Any) -> Any:
     return spec.default
 
 
-def _effective(config: Any, runner: Any) -> dict[str, Any]:
+def _effective(config: Any) -> dict[str, Any]:
     """What vLLM made of the arguments, by names that exist in 0.26.0 and 0.32.0; absent ones are null."""
     model, cache, compilation = config.model_config, config.cache_config, config.compilation_config
     scheduler = config.scheduler_config
@@ -339,8 +354,6 @@ def _effective(config: Any, runner: Any) -> dict[str, Any]:
     return {
         "dtype": str(model.dtype).removeprefix("torch."),
         "attention_backend": ", ".join(sorted(backends)) or None,
-        "model_runner": f"{type(runner).__module__}.{type(runner).__name__}",
-        "model_class": type(runner.get_model()).__name__,
         "enforce_eager": model.enforce_eager,
         "compile_mode": getattr(mode, "name", None if mode is None else str(mode)),
         "cudagraph_mode": str(getattr(compilation, "cudagraph_mode", None)),
@@ -356,6 +369,7 @@ def _effective(config: Any, runner: Any) -> dict[str, Any]:
         "num_cache_blocks": cache.num_gpu_blocks,
         "cache_dtype": str(cache.cache_dtype),
         "quantization": model.quantization,
+        "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
         "seed": model.seed,
     }
 

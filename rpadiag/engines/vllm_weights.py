@@ -28,6 +28,22 @@ def check_complete(model: torch.nn.Module, delivered: Collection[str], *, name: 
         )
 
 
+def noted(get_all_weights: Any, delivered: dict[str, str]) -> Any:
+    """vLLM's ``DefaultModelLoader.get_all_weights``, noting the digest of each tensor it hands to the model.
+
+    CPU linears keep no readable weight afterwards. A tied head, which some checkpoints store twice, counts once.
+    """
+
+    def tee(loader: Any, config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        tied = bool(getattr(config.hf_config, "tie_word_embeddings", False))
+        for name, tensor in get_all_weights(loader, config, model):
+            if not (name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")):
+                delivered[name] = tensor_digest(tensor.to(config.dtype))
+            yield name, tensor
+
+    return tee
+
+
 def live_digests(model: torch.nn.Module, *, known: Collection[str]) -> dict[str, str]:
     """Digest of each checkpoint tensor that can be read back from vLLM's parameters; ``known`` limits the names.
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
-from rpadiag.runs import RunWriter
+from rpadiag.errors import CaptureError
 from rpadiag.sites import split_site
-from rpadiag.workflows.inputs import Inputs
-from rpadiag.workflows.options import CompareOptions
+from rpadiag.workflows.inputs import Prompted
+from rpadiag.workflows.options import CaptureOptions, CompareOptions
 
 if TYPE_CHECKING:
     from rpadiag.engines.emulated import EmulatedEngine
@@ -28,6 +29,19 @@ class Rollout:
     real: bool
     absent: Mapping[str, str] = field(default_factory=dict)
 
+    def stop(self) -> None:
+        """End a real engine at once, whatever it is doing."""
+        if self.real:
+            getattr(self.engine, "abort", self.engine.close)()
+
+
+class Written(Protocol):
+    """The run or bundle that is being written: the engine's log goes there, and what was chosen for the user is noted."""
+
+    @property
+    def path(self) -> Path: ...
+    def set_effective(self, **values: Any) -> None: ...
+
 
 def default_preset(device: str, dtype: str) -> str:
     """Contract preset of eager vLLM on this device; on a CPU it depends on the instruction set."""
@@ -40,9 +54,9 @@ def default_preset(device: str, dtype: str) -> str:
 
 @contextmanager
 def start_rollout(
-    options: CompareOptions,
-    inputs: Inputs,
-    run: RunWriter,
+    options: CompareOptions | CaptureOptions,
+    inputs: Prompted,
+    run: Written,
     *,
     overrides: Mapping[str, Any] | None = None,
     running: VllmEngine | None = None,
@@ -83,8 +97,11 @@ def start_rollout(
         hf_overrides=dict(overrides) if overrides else None,
         enforce_eager=options.mode == "eager",
         max_model_len=longest + 1,
+        tensor_parallel_size=options.tp,
         revision=options.revision,
         trust_remote_code=options.trust_remote_code,
+        extra=options.extra,
+        timeout_s=options.timeout_s,
     ) as engine:
         yield _vllm(engine)
     log.unlink(missing_ok=True)  # it is quoted when the engine fails, and holds paths of the machine
@@ -97,3 +114,15 @@ def _vllm(engine: VllmEngine) -> Rollout:
     return Rollout(
         engine=engine, label=f"vLLM {version}".strip(), real=True, absent=dict.fromkeys(sorted(hidden), reason)
     )
+
+
+def visible_sites(chosen: list[str], rollout: Rollout, *, asked: bool) -> list[str]:
+    """The chosen sites that this engine can show; one that was asked for by name and is hidden is an error."""
+    seen = [s for s in chosen if split_site(s)[1] not in rollout.absent]
+    if asked and len(seen) < len(chosen):
+        hidden = next(s for s in chosen if s not in seen)
+        raise CaptureError(
+            f"site {hidden} cannot be seen in {rollout.label}: {rollout.absent[split_site(hidden)[1]]}",
+            hint="rerun with --mode eager, or ask for " + ", ".join(sorted({split_site(s)[1] for s in seen})),
+        )
+    return seen
