@@ -250,6 +250,10 @@ def _check_messages(origin: str, value: Any) -> None:
     for number, message in enumerate(value, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise InputError(f"{origin}: message {number} is not an object with role and content")
+        if not isinstance(message["content"], str | list | None):
+            raise InputError(
+                f"{origin}: content of message {number} is a {_json_type(message['content'])}, not a string"
+            )
         if isinstance(message["content"], str) and message["content"]:
             _check_text(origin, message["content"], f"content of message {number}")
 
@@ -320,7 +324,7 @@ def _fit(index: int, origin: str, text: str, ids: Sequence[int], limits: _Limits
             detail=f"the model's length is {limits.max_positions} positions{kept}",
             hint=f"--max-tokens {room} keeps the first {room} tokens of each prompt"
             if room >= limits.min_tokens
-            else None,
+            else "generate fewer tokens",
         )
     return Prompt(
         index=index,

@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from rpadiag.engines.families import family_for
 from rpadiag.errors import InputError, RpadiagError, unknown_name
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 CONFIG = "config.json"
+SOURCES = "give a directory with config.json and safetensors files, or a hub id that can be reached from here"
+DOWNLOAD_AGAIN = "download the checkpoint again"
 HUB_TIMEOUT_S = 5.0
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 
@@ -73,12 +76,12 @@ def _unresolved(model: str, revision: str | None, error: Exception) -> InputErro
     return InputError(
         f"there is no model {model}{where}",
         detail=detail,
-        hint="give a directory with config.json and safetensors files, or a hub id that can be reached from here",
+        hint=SOURCES,
     )
 
 
 def check_directory(directory: Path) -> None:
-    """Raise InputError unless ``directory`` holds a configuration and whole safetensors shards."""
+    """Raise InputError unless ``directory`` holds the configuration of a known family and whole safetensors shards."""
     if not directory.is_dir():
         raise InputError(
             f"no model at {directory}",
@@ -87,8 +90,19 @@ def check_directory(directory: Path) -> None:
         )
     if not (directory / CONFIG).is_file():
         raise InputError(f"{directory} has no config.json", hint="give the directory that holds config.json")
+    family_for(_stored_config(directory / CONFIG).get("architectures"))
     for shard in _shards(directory):
         check_shard(shard)
+
+
+def _stored_config(path: Path) -> dict[str, Any]:
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} is not valid JSON", detail=str(error), hint=DOWNLOAD_AGAIN) from error
+    if not isinstance(stored, dict):
+        raise InputError(f"{path} is not a configuration", detail="it holds no JSON object", hint=DOWNLOAD_AGAIN)
+    return stored
 
 
 def _shards(directory: Path) -> list[Path]:
@@ -100,13 +114,13 @@ def _shards(directory: Path) -> list[Path]:
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (json.JSONDecodeError, KeyError, AttributeError) as error:
-            raise InputError(f"{index} is not a safetensors index", detail=str(error)) from error
+            raise InputError(f"{index} is not a safetensors index", detail=str(error), hint=DOWNLOAD_AGAIN) from error
         missing = [name for name in names if not (directory / name).is_file()]
         if missing:
             raise InputError(
                 f"half a model: {directory / missing[0]} is missing",
                 detail=f"{index.name} lists {len(names)} files, {len(missing)} of them are not there",
-                hint="download the checkpoint again",
+                hint=DOWNLOAD_AGAIN,
             )
         return [directory / name for name in names]
     pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in directory.glob(pattern))
@@ -126,16 +140,20 @@ def check_shard(path: Path) -> None:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > min(MAX_HEADER_BYTES, size - 8):
-                raise ValueError(f"its header claims {length} bytes, the file has {size}")
+                raise ValueError(f"its header claims {length} bytes")
             header = json.loads(file.read(length))
         promised = 8 + length + max((t["data_offsets"][1] for n, t in header.items() if n != "__metadata__"), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise InputError(f"{path} is not a whole safetensors file", detail=str(error), hint="get it again") from error
+        raise InputError(
+            f"half a model: {path} is not a whole safetensors file",
+            detail=f"{error}; the file has {size} bytes",
+            hint=DOWNLOAD_AGAIN,
+        ) from error
     if promised != size:
         raise InputError(
             f"half a model: {path} is truncated" if size < promised else f"{path} is longer than its header says",
             detail=f"its header promises {promised} bytes, the file has {size}",
-            hint="download the checkpoint again",
+            hint=DOWNLOAD_AGAIN,
         )
 
 
@@ -217,8 +235,9 @@ def check_finite(model: nn.Module) -> None:
 
 def _load_error(model: str, error: Exception) -> RpadiagError:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return InputError(
-        f"cannot load {model}",
-        detail=" ".join(lines[:2]) if lines else type(error).__name__,
-        hint="give a directory with config.json and safetensors files, or a hub id that can be reached from here",
-    )
+    hint = SOURCES
+    if "trust_remote_code" in str(error) or "custom code" in str(error):
+        hint = "read the code that ships with the checkpoint, then run it with --trust-remote-code"
+    elif isinstance(error, ImportError) or "attention" in str(error).lower():
+        hint = "install what it names, or choose another --attention"
+    return InputError(f"cannot load {model}", detail=" ".join(lines[:2]) if lines else type(error).__name__, hint=hint)

@@ -69,7 +69,11 @@ class TrainerEngine:
         try:
             loaded.to(device)
         except (RuntimeError, AssertionError) as error:
-            raise EngineError(f"the trainer cannot use device {device!r}", detail=str(error).splitlines()[0]) from error
+            raise EngineError(
+                f"the trainer cannot use device {device!r}",
+                detail=str(error).splitlines()[0],
+                hint="rpadiag doctor lists the devices here; --device cpu always works",
+            ) from error
         return cls(
             loaded,
             family,

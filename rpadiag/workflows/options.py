@@ -23,6 +23,7 @@ MODES = ("eager", "compiled")
 STACKS = ("trainer", "rollout")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
 DEFAULT_CONTRACT = "fp32-output"
+MAX_SEED = 2**32 - 1  # numpy takes no larger one, and vLLM seeds it
 
 
 def _one_of(kind: str, value: str, known: Iterable[str]) -> None:
@@ -33,6 +34,11 @@ def _one_of(kind: str, value: str, known: Iterable[str]) -> None:
 def _at_least(name: str, value: int | None, minimum: int) -> None:
     if value is not None and value < minimum:
         raise UsageError(f"{name} must be at least {minimum}, not {value}")
+
+
+def _check_seed(seed: int) -> None:
+    if not 0 <= seed <= MAX_SEED:
+        raise UsageError(f"--seed must be from 0 to {MAX_SEED}, not {seed}")
 
 
 def _check_device(device: str) -> None:
@@ -67,7 +73,7 @@ class ModelOptions:
         _one_of("dtype", self.dtype, DTYPES)
         _check_device(self.device)
         _at_least("--max-tokens", self.max_tokens, 2)  # a sequence of one token has no logprob
-        _at_least("--seed", self.seed, 0)
+        _check_seed(self.seed)
 
     def to_dict(self) -> dict[str, Any]:
         """The options as plain JSON values, paths as text."""
@@ -187,7 +193,7 @@ class FingerprintOptions:
             _check_device(self.device)
         check_regions(self.regions, known=(*ALIGNABLE_REGIONS, "qk_norm"))
         _at_least("--max-tokens", self.max_tokens, 2)
-        _at_least("--seed", self.seed, 0)
+        _check_seed(self.seed)
 
     def to_dict(self) -> dict[str, Any]:
         """The options as plain JSON values, paths as text."""

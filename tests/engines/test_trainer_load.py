@@ -56,7 +56,7 @@ def test_missing_config_is_an_error(copy):
 
 def test_broken_config_is_an_error(copy):
     (copy / "config.json").write_text('{"architectures": ["Llama')
-    refuse(copy, "cannot load")
+    refuse(copy, "config.json is not valid JSON")
 
 
 @pytest.mark.parametrize(
