@@ -34,6 +34,16 @@ def _load(path: Path) -> Any:
         raise InputError(f"{path} is not valid JSON", detail=str(error), hint=_DAMAGED) from error
 
 
+def _load_object(path: Path, *entries: str) -> dict[str, Any]:
+    """As :func:`_load`, of a file that holds an object with these entries."""
+    data = _load(path)
+    lacking = [name for name in entries if not isinstance(data, dict) or name not in data]
+    if not isinstance(data, dict) or lacking:
+        what = f"it has no {lacking[0]}" if lacking else "it holds no JSON object"
+        raise InputError(f"{path} is not what rpadiag wrote", detail=what, hint=_DAMAGED)
+    return data
+
+
 def status_of(path: Path) -> str | None:
     """Status that the manifest in ``path`` states; None if there is no readable manifest."""
     try:
@@ -53,23 +63,23 @@ class Run:
     @property
     def verdict(self) -> dict[str, Any] | None:
         """The verdict as written by the command, or None where the command gives none."""
-        found = _load(self.path / FINDINGS)["verdict"]
+        found = _load_object(self.path / FINDINGS, "verdict", "findings")["verdict"]
         return dict(found) if found else None
 
     @property
     def findings(self) -> list[dict[str, Any]]:
         """Findings, most important first."""
-        return list(_load(self.path / FINDINGS)["findings"])
+        return list(_load_object(self.path / FINDINGS, "verdict", "findings")["findings"])
 
     @property
     def metrics(self) -> dict[str, Any]:
         """Contents of ``metrics.json``; null stands for a value that is not a finite number."""
-        return dict(_load(self.path / METRICS))
+        return _load_object(self.path / METRICS)
 
     @property
     def weights(self) -> dict[str, dict[str, str]]:
         """Tensor digests by stack and tensor name; empty where the command loaded no weights."""
-        return dict(_load(self.path / WEIGHTS)) if "weights" in self.manifest else {}
+        return _load_object(self.path / WEIGHTS) if "weights" in self.manifest else {}
 
     @property
     def fingerprint(self) -> dict[str, Any] | None:

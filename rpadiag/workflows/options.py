@@ -192,6 +192,8 @@ class FingerprintOptions:
         if self.device is not None:
             _check_device(self.device)
         check_regions(self.regions, known=(*ALIGNABLE_REGIONS, "qk_norm"))
+        if not self.regions:
+            raise UsageError("no region to fingerprint", hint=f"--regions {','.join(ALIGNABLE_REGIONS)}")
         _at_least("--max-tokens", self.max_tokens, 2)
         _check_seed(self.seed)
 

@@ -162,6 +162,11 @@ def test_option_that_means_nothing_is_refused_before_the_model_is_looked_at(
     assert said in refused("no/model/at/all", prompts, *arguments)
 
 
+def test_fingerprint_of_no_region_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["fingerprint", str(tmp_path), "--regions", ""]) == 2
+    assert "error: no region to fingerprint\nhint: --regions rope" in capsys.readouterr().err
+
+
 def test_device_that_is_not_there_is_refused_with_what_to_do(
     tiny: Callable[[str], Path], prompts: Path, refused: Refused
 ) -> None:

@@ -93,6 +93,25 @@ def test_a_damaged_json_file_is_an_input_error_that_names_the_file(make_run: Mak
 # -- two runs ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("content", ["[]", "[1]", "3", "null"])
+@pytest.mark.parametrize("attribute", ["findings", "verdict", "metrics", "weights"])
+def test_json_of_another_shape_is_a_damaged_run_that_names_the_file(
+    make_run: MakeRun, attribute: str, content: str
+) -> None:
+    run = make_run()
+    name = "findings.json" if attribute == "verdict" else f"{attribute}.json"
+    (run.path / name).write_text(content, encoding="utf-8")
+    with pytest.raises(InputError, match=f"{name} is not what rpadiag wrote"):
+        getattr(run, attribute)
+
+
+def test_findings_without_a_verdict_entry_are_damaged(make_run: MakeRun) -> None:
+    run = make_run()
+    (run.path / "findings.json").write_text('{"findings": []}', encoding="utf-8")
+    with pytest.raises(InputError, match="it has no verdict"):
+        _ = run.findings
+
+
 def inputs(
     *token_ids: list[int],
     num_prompt_tokens: int = 1,
