@@ -18,6 +18,7 @@ from rpadiag.compare.evidence import (
     Evidence,
     suspects,
 )
+from rpadiag.compare.experts import flip_findings
 from rpadiag.compare.verdict_causes import beyond_in_fp32, config_differs, named_cause, without_local
 from rpadiag.findings import Finding, Verdict
 from rpadiag.sites import region_of, split_site
@@ -31,11 +32,22 @@ MIN_ONE_SIDED = 100
 def decide(evidence: Evidence) -> Verdict:
     """The verdict, with its evidence most telling first."""
     rules = (
-        _not_comparable, _identical, _not_finite, named_cause, _mistake_in_fp32, _mistake_in_lp, config_differs, without_local,
+        _not_comparable, _identical, _not_finite, named_cause, _mistake_in_fp32, _mistake_in_lp, config_differs, _without_local,
     )  # fmt: skip
     verdict = next((v for rule in rules if (v := rule(evidence)) is not None), None) or _rounding_only(evidence)
-    named = tuple(f for f in evidence.causes if f not in verdict.evidence)
+    named = [f for f in evidence.causes if f not in verdict.evidence]
+    if verdict.kind != "not comparable":
+        named += flip_findings(evidence.aggregate, evidence.control.aggregate)
     return replace(verdict, evidence=(*verdict.evidence, *named))
+
+
+def _without_local(e: Evidence) -> Verdict | None:
+    verdict = without_local(e)
+    if verdict is None:
+        return None
+    control = () if e.control.aggregate is None else (_control_finding(e),)
+    found = (*control, *_one_sided_findings(e), *_local_findings(e), *_position_findings(e))
+    return replace(verdict, evidence=(*verdict.evidence, *found))
 
 
 def _not_comparable(e: Evidence) -> Verdict | None:
@@ -196,6 +208,8 @@ def _suspicion(site: str) -> str:
         "qk_norm": "epsilon and its order with RoPE",
         "attention": "mask, sliding window, softmax scale and KV-cache dtype",
         "matmul": "weights, bias and quantisation scales",
+        "geglu": "activation function (GELU exact or by tanh) and gate/up order",
+        "experts": "choice of experts, normalisation of their weights, activation and expert order",
         "lm_head": "weights, logit scaling and soft-capping",
         "embed": "token ids and embedding scale",
         "sampling": "temperature and top-p/top-k normalisation",
@@ -207,7 +221,7 @@ def _times(factor: float) -> str:
 
 
 def _label(region: str) -> str:
-    return {"rmsnorm": "residual RMSNorm", "rope": "RoPE", "swiglu": "SwiGLU"}.get(region, region)
+    return {"rmsnorm": "residual RMSNorm", "rope": "RoPE", "swiglu": "SwiGLU", "geglu": "GeGLU"}.get(region, region)
 
 
 def _control_finding(e: Evidence) -> Finding:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rpadiag.compare.causes import CONFIG_DIFFERS, QUANTISED_CACHE, QUANTISED_WEIGHTS, REACHES
 from rpadiag.compare.evidence import (
     FP32_LOCAL_REL_L2,
@@ -14,6 +16,7 @@ from rpadiag.compare.evidence import (
 from rpadiag.findings import Finding, Verdict
 from rpadiag.sites import split_site
 
+MAX_NAMED = 3
 _WORDS = {
     QUANTISED_WEIGHTS: "weights quantised with {method}",
     QUANTISED_CACHE: "a KV cache in {cache_dtype}",
@@ -46,6 +49,25 @@ def named_cause(e: Evidence) -> Verdict | None:
     )
 
 
+def tokens_differ(words: Sequence[str]) -> Verdict:
+    """The two sides were given different tokens: ``words`` has a line for each prompt that differs."""
+    more = f"; and {len(words) - MAX_NAMED} more" if len(words) > MAX_NAMED else ""
+    named = "; ".join(words[:MAX_NAMED]) + more
+    finding = Finding(
+        code="tokens-differ",
+        severity="error",
+        text=f"Tokens differ: {named}.",
+        numbers={"num_prompts": len(words), "prompts": list(words[:20])},
+        rank=0,
+    )
+    return Verdict(
+        kind="not comparable",
+        sentence=f"Not comparable: the stacks were not given the same tokens: {named}. Capture one stack on the other's bundle: "
+        "rpadiag capture MODEL BUNDLE takes its tokens, generated ones included.",
+        evidence=(finding,),
+    )
+
+
 def config_differs(e: Evidence) -> Verdict | None:
     """The stacks' configurations differ, and no measurement has already said where."""
     found = _config_findings(e)
@@ -70,13 +92,13 @@ def without_local(e: Evidence) -> Verdict | None:
     note = Finding(
         code="local-absent",
         severity="notice",
-        text=f"Local divergence was not measured: {e.no_local}.",
+        text=f"Local divergence was measured only where all inputs of a site are equal to the bit: {e.no_local}.",
         rank=4,
     )
     if e.control.mean_abs_d is not None and e.control.mean_abs_d <= FP32_MEAN_ABS_D:
         return Verdict(
             kind="rounding only",
-            sentence=f"Rounding only: trainer and {e.rollout} agree to {e.control.mean_abs_d:.0e} nats in FP32 (n = {e.control.num_tokens}), so they "
+            sentence=f"Rounding only: trainer and {e.rollout} agree {_closeness(e.control.mean_abs_d)} in FP32 (n = {e.control.num_tokens}), so they "
             f"compute the same function; {gap}, {where}. Which operations make it was not measured, so a mistake in the {e.dtype} path alone "
             "could hide.",
             site=first,
@@ -85,7 +107,7 @@ def without_local(e: Evidence) -> Verdict | None:
     return Verdict(
         kind="inconclusive",
         sentence=f"Inconclusive: trainer and {e.rollout} were given the same tokens; {gap}, {where}. Whether by rounding or by a mistake "
-        f"cannot be told: there is no FP32 control ({e.control.reason}), and local divergence was not measured ({e.no_local}).",
+        f"cannot be told: there is no FP32 control ({e.control.reason}), and no local divergence ({e.no_local}).",
         site=first,
         evidence=(note,),
     )
@@ -109,6 +131,10 @@ def beyond_in_fp32(e: Evidence) -> tuple[str | None, str]:
 
 def _config_findings(e: Evidence) -> tuple[Finding, ...]:
     return tuple(f for f in e.causes if f.code == CONFIG_DIFFERS)
+
+
+def _closeness(mean_abs_d: float) -> str:
+    return "to the bit" if mean_abs_d == 0.0 else f"to {mean_abs_d:.0e} nats"
 
 
 def _lower(text: str) -> str:

@@ -1,31 +1,13 @@
 """Bundles: what one engine captured, on disk, so that two stacks never have to run at the same time or place.
 
-A bundle is a directory with ``bundle.json`` and one set of files per sequence.
-
-``bundle.json`` (strict JSON)::
-
-    {"format": "rpadiag-bundle", "version": 1, "status": "complete", "meta": {...},
-     "sequences": [{"file": "sequence-00000.bin", "prompt": 0, "token_ids": [1, 2, 3], "num_prompt_tokens": 3}]}
-
-``status`` is ``writing`` until the writer closes; a reader refuses anything but ``complete``. ``meta`` is the
-engine's manifest, free in form.
-
-rpadiag writes ``sequence-NNNNN.bin``, append-only, with ``sequence-NNNNN.json`` beside it: ``keys`` lists
-(name, dtype, width) and ``segments`` holds four columns of equal length: key (index into ``keys``), row
-(first row), rows, offset (bytes). A segment is ``rows * width`` elements, little-endian and row-major.
-
-An engine that rpadiag does not ship may write ``sequence-NNNNN.safetensors`` instead, and name it in ``file``.
-
-Keys are the same in both: site addresses with tensors [T, W] (``logprob``: [T-1, 1]), and optionally
-``positions`` (int64 [T]) and ``scores.logprob``, ``scores.entropy`` (float32), ``scores.rank``, ``scores.argmax``
-(int32), each [T-1].
+A bundle is a directory with ``bundle.json`` and one file per sequence whose keys are site names; docs/bundle-format.md
+says what is in them. Opening one and reading bit patterns needs neither torch nor safetensors.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rpadiag.engines.base import TokenScores, TokenSequence
-from rpadiag.engines.bundle_writer import ELEMENTS, FORMAT, POSITIONS, SCORES, VERSION, BundleWriter, SequenceWriter
+from rpadiag.engines.bundle_files import POSITIONS, SCORES, Keys, read_keys, read_rows
+from rpadiag.engines.bundle_writer import FORMAT, VERSION, BundleWriter, SequenceWriter
 from rpadiag.errors import CaptureError, InputError
 from rpadiag.sites import in_execution_order, split_site
 
@@ -43,46 +26,48 @@ if TYPE_CHECKING:
 __all__ = ["Bundle", "BundleCapture", "BundleWriter", "SequenceWriter", "open_bundle"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Segment:
-    row: int
-    rows: int
-    offset: int
-
-
 class BundleCapture:
     """One sequence of a bundle, read one site at a time (a :class:`rpadiag.engines.base.Capture`)."""
 
     def __init__(self, path: Path, sequence: TokenSequence) -> None:
         self.path = path
         self.sequence = sequence
-        self._foreign = path.suffix == ".safetensors"
-        self._keys = _foreign_keys(path) if self._foreign else _native_keys(path)
-        self.sites: tuple[str, ...] = _in_execution_order(self._keys)
+        self._keys: Keys = read_keys(path)
+        self.sites: tuple[str, ...] = _sites(self._keys)
 
     @property
     def positions(self) -> npt.NDArray[np.int64] | None:
         """int64 [T], None where the engine did not record them."""
-        if POSITIONS not in self._keys:
-            return None
-        values: npt.NDArray[np.int64] = self._read(POSITIONS).reshape(-1).numpy().astype(np.int64)
-        return values
+        found = self.column(POSITIONS)
+        return None if found is None else found.astype(np.int64)
 
     @property
     def scores(self) -> TokenScores | None:
         """Scores of tokens 1 .. T-1, None unless the bundle holds all four columns."""
-        if any(f"scores.{name}" not in self._keys for name in SCORES):
+        columns = {name: self.column(f"scores.{name}") for name in SCORES}
+        given = {name: column.astype(SCORES[name]) for name, column in columns.items() if column is not None}
+        return TokenScores(**given, positions=self.positions) if len(given) == len(SCORES) else None
+
+    def column(self, key: str) -> npt.NDArray[Any] | None:
+        """``positions`` [T] or one of the ``scores`` [T-1] as stored; None where it was not recorded."""
+        if key not in self._keys:
             return None
-        columns = {n: self._read(f"scores.{n}").reshape(-1).numpy().astype(dtype) for n, dtype in SCORES.items()}
-        if any(len(c) != len(self.sequence.token_ids) - 1 for c in columns.values()):
+        values = read_rows(self.path, key, self._keys[key]).reshape(-1)
+        if key != POSITIONS and len(values) != len(self.sequence.token_ids) - 1:
             raise InputError(f"{self.path} does not hold one score for each token but the first")
-        return TokenScores(**columns, positions=self.positions)
+        if key == POSITIONS and len(values) != len(self.sequence.token_ids):
+            raise InputError(f"{self.path} holds {len(values)} positions for {len(self.sequence.token_ids)} tokens")
+        return values
 
-    def read(self, site: str) -> torch.Tensor:
-        """Tensor [T, W] on the CPU in the captured dtype; a site that was not captured raises CaptureError.
+    def dtype(self, site: str) -> str:
+        """Dtype of a captured site, by torch's name."""
+        return self._keys[site].dtype
 
-        Where the rows lie in one piece the tensor maps the file and costs no copy; it may be written to
-        (the file stays as it is), and the mapping ends with the tensor.
+    def bits(self, site: str) -> npt.NDArray[Any]:
+        """Rows [T, W] of a site as captured, bfloat16 as int16 bit patterns; one that was not captured raises CaptureError.
+
+        Where the rows lie in one piece the array maps the file and costs no copy; it may be written to
+        (the file stays as it is), and the mapping ends with the array.
         """
         if site not in self.sites:
             points = ", ".join(dict.fromkeys(s.rsplit(".", 1)[-1] for s in self.sites))
@@ -91,21 +76,17 @@ class BundleCapture:
                 detail=f"{len(self.sites)} sites are, of the points {points or 'none'}",
                 hint="capture it: name it with --sites, or leave --sites out to capture every site",
             )
-        tensor = self._read(site)
+        rows = read_rows(self.path, site, self._keys[site])
         expected = len(self.sequence.token_ids) - (1 if site == "logprob" else 0)
-        if tensor.shape[0] != expected:
-            raise InputError(f"site {site} of {self.path} has {tensor.shape[0]} rows, expected {expected}")
-        return tensor
+        if len(rows) != expected:
+            raise InputError(f"site {site} of {self.path} has {len(rows)} rows, expected {expected}")
+        return rows
 
-    def _read(self, key: str) -> torch.Tensor:
-        if self._foreign:
-            from safetensors import safe_open
+    def read(self, site: str) -> torch.Tensor:
+        """:meth:`bits` as a tensor [T, W] on the CPU in the captured dtype."""
+        import torch
 
-            with safe_open(str(self.path), framework="pt", device="cpu") as file:
-                tensor: torch.Tensor = file.get_tensor(key)
-            return tensor.reshape(tensor.shape[0], -1)
-        dtype, width, segments = self._keys[key]
-        return _assemble(self.path, key, dtype, width, segments)
+        return torch.from_numpy(self.bits(site)).view(getattr(torch, self.dtype(site)))
 
 
 class Bundle:
@@ -126,6 +107,16 @@ class Bundle:
 
     def __len__(self) -> int:
         return len(self.sequences)
+
+    def text(self, index: int) -> str | None:
+        """The prompt of sequence ``index`` as text, None where it was not recorded."""
+        found = self._entries[index].get("text")
+        return None if found is None else str(found)
+
+    def token_texts(self, index: int) -> list[str] | None:
+        """The text of each token of sequence ``index``, None where it was not recorded."""
+        found = self._entries[index].get("token_texts")
+        return None if found is None else [str(text) for text in found]
 
     def capture(self, index: int) -> BundleCapture:
         """The intermediates of sequence ``index``."""
@@ -162,66 +153,9 @@ def open_bundle(directory: str | Path) -> Bundle:
         raise InputError(f"bundle.json of {directory} is malformed: {error!r}") from error
 
 
-_Keys = dict[str, tuple[str, int, list[_Segment]]]
-
-
-def _native_keys(path: Path) -> _Keys:
-    index_path = path.with_suffix(".json")
-    try:
-        index = json.loads(index_path.read_text(encoding="utf-8"))
-        names = [(str(name), str(dtype), int(width)) for name, dtype, width in index["keys"]]
-        columns = index["segments"]
-        keys: _Keys = {name: (dtype, width, []) for name, dtype, width in names}
-        end = 0
-        for key, row, rows, offset in zip(*(columns[c] for c in ("key", "row", "rows", "offset")), strict=True):
-            name, dtype, width = names[key]
-            keys[name][2].append(_Segment(row=row, rows=rows, offset=offset))
-            end = max(end, offset + rows * width * np.dtype(ELEMENTS[dtype]).itemsize)
-    except (OSError, KeyError, TypeError, ValueError, IndexError) as error:
-        raise InputError(f"cannot read {index_path}", detail=repr(error)) from error
-    if path.stat().st_size < end:
-        raise InputError(f"{path} is truncated: {path.stat().st_size} bytes, its index names {end}")
-    return keys
-
-
-def _foreign_keys(path: Path) -> _Keys:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(path), framework="pt", device="cpu") as file:
-            names = list(file.keys())
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"cannot read {path}", detail=str(error)) from error
+def _sites(keys: Keys) -> tuple[str, ...]:
     known = {POSITIONS, *(f"scores.{name}" for name in SCORES)}
-    for name in names:
-        if name not in known:
-            split_site(name)
-    return {name: ("", 0, []) for name in names}
-
-
-def _in_execution_order(keys: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(in_execution_order(k for k in keys if k != POSITIONS and not k.startswith("scores.")))
-
-
-def _assemble(path: Path, key: str, dtype: str, width: int, segments: list[_Segment]) -> torch.Tensor:
-    import torch
-
-    rows = max(s.row + s.rows for s in segments)
-    if sum(s.rows for s in segments) != rows:
-        raise InputError(f"{key} of {path} is missing rows: {sum(s.rows for s in segments)} of {rows} are there")
-    element = np.dtype(ELEMENTS[dtype])
-    array: npt.NDArray[Any]
-    if rows * width == 0:
-        array = np.empty((rows, width), element)
-    elif len(segments) == 1:
-        # mode "c": pages come from the file, and writing to the tensor leaves the file as it is
-        array = np.memmap(path, dtype=element, mode="c", offset=segments[0].offset, shape=(rows, width))
-    else:
-        array = np.empty((rows, width), element)
-        with path.open("rb", buffering=0) as file:
-            for segment in segments:
-                file.seek(segment.offset)
-                view = array[segment.row : segment.row + segment.rows]
-                if file.readinto(view.data.cast("B")) != view.nbytes:
-                    raise InputError(f"{path} ended inside {key}")
-    return torch.from_numpy(array).view(getattr(torch, dtype))
+    sites = [key for key in keys if key not in known]
+    for site in sites:
+        split_site(site)  # an unknown name is an error that lists the known ones
+    return tuple(in_execution_order(sites))

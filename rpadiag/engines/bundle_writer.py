@@ -1,4 +1,9 @@
-"""Writing bundles; :mod:`rpadiag.engines.bundle` documents the format and reads them."""
+"""Writing bundles while an engine runs: ``sequence-NNNNN.bin``, append-only, with its index ``sequence-NNNNN.json`` beside it.
+
+The index's ``keys`` lists (name, dtype, width), and ``segments`` has four columns of equal length: key (index into ``keys``),
+row (first row), rows, offset (bytes). A segment is ``rows * width`` elements, little-endian and row-major.
+:mod:`rpadiag.engines.bundle` reads them.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rpadiag.engines.base import TokenScores
+from rpadiag.engines.bundle_files import ELEMENTS, POSITIONS, SCORES
 from rpadiag.errors import CaptureError, InputError
 
 if TYPE_CHECKING:
@@ -22,14 +28,11 @@ if TYPE_CHECKING:
 
 FORMAT = "rpadiag-bundle"
 VERSION = 1
-POSITIONS = "positions"
-SCORES = {"logprob": "float32", "entropy": "float32", "rank": "int32", "argmax": "int32"}
-ELEMENTS = {"bfloat16": "<i2", "float16": "<f2", "float32": "<f4", "float64": "<f8", "int32": "<i4", "int64": "<i8"}
 _ALIGNMENT = 64  # bytes; a mapped segment then starts on an element of any dtype
 
 
 @contextlib.contextmanager
-def _disk(path: Path) -> Iterator[None]:
+def disk_errors(path: Path) -> Iterator[None]:
     """Turn what the operating system says about writing into an error that names the bundle."""
     try:
         yield
@@ -50,7 +53,7 @@ class SequenceWriter:
         self._segments: tuple[list[int], list[int], list[int], list[int]] = ([], [], [], [])
         self._next_row: list[int] = []
         self._offset = 0
-        with _disk(path):
+        with disk_errors(path):
             self._file: BinaryIO = path.open("wb", buffering=1 << 20)
 
     @property
@@ -78,9 +81,9 @@ class SequenceWriter:
         """Flush, and write the index with ``index`` as further entries."""
         columns = dict(zip(("key", "row", "rows", "offset"), self._segments, strict=True))
         keys = [[name, dtype, width] for name, (_, dtype, width) in self._keys.items()]
-        with _disk(self._path):
+        with disk_errors(self._path):
             self._file.close()
-            _write_json(self._path.with_suffix(".json"), {"keys": keys, "segments": columns, **index})
+            write_json(self._path.with_suffix(".json"), {"keys": keys, "segments": columns, **index})
 
     def abandon(self) -> None:
         """Close the file without an index; the sequence cannot be read."""
@@ -100,7 +103,7 @@ class SequenceWriter:
         return known[0]
 
     def _write(self, index: int, row: int, rows: int, data: memoryview) -> None:
-        with _disk(self._path):
+        with disk_errors(self._path):
             padding = -self._offset % _ALIGNMENT
             if padding:
                 self._file.write(bytes(padding))
@@ -122,7 +125,7 @@ class BundleWriter:
         self._last = -1
         if self.directory.exists() and (not self.directory.is_dir() or any(self.directory.iterdir())):
             raise InputError(f"bundle {self.directory} already exists", hint="write to another path, or remove it")
-        with _disk(self.directory):
+        with disk_errors(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
         self._save("writing")
 
@@ -178,8 +181,8 @@ class BundleWriter:
     def _save(self, status: str) -> None:
         sequences = [self._done[i] for i in sorted(self._done)]
         content = {"format": FORMAT, "version": VERSION, "status": status, "meta": self.meta, "sequences": sequences}
-        with _disk(self.directory):
-            _write_json(self.directory / "bundle.json", content)
+        with disk_errors(self.directory):
+            write_json(self.directory / "bundle.json", content)
 
     def __enter__(self) -> BundleWriter:
         return self
@@ -200,7 +203,7 @@ def _bytes(data: torch.Tensor) -> npt.NDArray[np.uint8]:
     return (flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)).numpy()
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
     temporary = path.with_suffix(".json.tmp")
     temporary.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
     os.replace(temporary, path)

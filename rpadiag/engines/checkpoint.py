@@ -170,6 +170,20 @@ def load_config(model: str, *, revision: str | None, trust_remote_code: bool) ->
         raise _load_error(model, error) from error
 
 
+def load_tokenizer(model: str, *, revision: str | None, trust_remote_code: bool) -> Any:
+    """The tokenizer of a directory or hub id; one that is not there or cannot be loaded is an InputError."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(
+            f"{model} has no tokenizer that can be loaded",
+            detail=str(error).strip().splitlines()[0],
+            hint="give prompts as token_ids in a .jsonl file",
+        ) from error
+
+
 def load_model(
     model: str, config: Any, *, dtype: torch.dtype, attention: str, revision: str | None, trust_remote_code: bool
 ) -> tuple[nn.Module, tuple[str, ...]]:
