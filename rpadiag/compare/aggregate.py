@@ -6,17 +6,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rpadiag.bits import UlpStats
+from rpadiag.compare.experts import Flips
 from rpadiag.sites import POINTS, split_site
 
 # The points whose divergence speaks for a region. The residual adds belong to rmsnorm too, but both stacks round
 # the stored sum alike, and pooling them in would halve the figure of the norms.
 TELLING_POINTS = {
-    "rmsnorm": ("input_norm", "post_norm", "final_norm"),
+    "rmsnorm": ("input_norm", "attn_norm", "post_norm", "mlp_norm", "final_norm"),
     "rope": ("q_rope", "k_rope"),
     "swiglu": ("act",),
     "qk_norm": ("q_norm", "k_norm"),
     "attention": ("attn",),
-    "matmul": ("q", "k", "v", "o", "gate", "up", "down"),
+    "matmul": ("q", "k", "v", "o", "gate", "up", "down", "router"),
+    "geglu": ("geglu",),
+    "experts": ("expert_out",),
     "lm_head": ("logits",),
     "embed": ("embed",),
     "sampling": ("logprob",),
@@ -25,11 +28,15 @@ TELLING_POINTS = {
 
 @dataclass(kw_only=True)
 class SiteTotals:
-    """Pooled statistics of one site: propagated (``total``) and fed the other stack's input (``local``)."""
+    """Pooled statistics of one site: propagated (``total``) and fed the other stack's input (``local``).
+
+    flips: of a router, tokens that the stacks send to different experts.
+    """
 
     total: UlpStats | None = None
     local: UlpStats | None = None
     local_reason: str | None = None
+    flips: Flips | None = None
 
 
 @dataclass(kw_only=True)
@@ -45,6 +52,7 @@ class Aggregate:
         total: UlpStats | None = None,
         local: UlpStats | None = None,
         local_reason: str | None = None,
+        flips: Flips | None = None,
     ) -> None:
         """Merge one sequence's statistics of a site."""
         entry = self.sites.setdefault(site, SiteTotals())
@@ -54,6 +62,8 @@ class Aggregate:
             entry.local = local if entry.local is None else entry.local + local
         if local_reason is not None:
             entry.local_reason = local_reason
+        if flips is not None:
+            entry.flips = flips if entry.flips is None else entry.flips + flips
 
     def first_divergent(self) -> str | None:
         """First site in execution order where any element differs."""

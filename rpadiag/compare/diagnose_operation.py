@@ -58,7 +58,7 @@ def diagnose_operation(
         for name, read in (("q", "q_rope"), ("k", "k_rope"), ("v", "v")):
             if read in given:
                 inputs[name] = _heads_first(given[read], head_dim)
-    elif point == "act":
+    elif point in ("act", "geglu"):
         inputs |= {k: given[k] for k in ("gate", "up") if k in given}
     elif point in ("resid_attn", "resid_mlp"):
         values = list(given.values())

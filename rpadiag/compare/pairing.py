@@ -11,8 +11,8 @@ Shape legend: T tokens of one sequence, W width of a site.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy as np
 from rpadiag.bits import UlpStats, to_numpy_bits, ulp_stats
 from rpadiag.compare.aggregate import Aggregate
 from rpadiag.compare.evidence import PositionCheck
+from rpadiag.compare.experts import Flips, count_flips, tied_tokens
 from rpadiag.errors import CaptureError
 from rpadiag.sites import region_of, split_site
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 PAIR = "trainer|rollout"
 CACHED_INPUTS = 6  # the residual stream is read by a norm and by the next add; nothing is read later than that
 UNCACHED_POINTS = ("logits",)
+_Sourced = dict[str, UlpStats]  # by source, ``prefill`` and ``decode``
 
 
 class Scores(Protocol):
@@ -47,18 +49,21 @@ class Captured(Protocol):
     def sites(self) -> Sequence[str]: ...
     @property
     def positions(self) -> Any: ...
-    def read(self, site: str) -> torch.Tensor: ...
+    def read(self, site: str) -> Any: ...
 
 
 class Trainer(Protocol):
-    """What pairing needs of a trainer engine; see ``rpadiag.engines.trainer.TrainerEngine``."""
+    """What pairing needs of a trainer engine; see ``rpadiag.engines.trainer.TrainerEngine``.
+
+    Where there are no operations to replay, ``on_site`` and captures may hand over arrays of bit patterns instead of tensors.
+    """
 
     def forward(
         self,
         token_ids: Sequence[int],
         *,
         sites: Sequence[str] = (),
-        on_site: Callable[[str, torch.Tensor], None] | None = None,
+        on_site: Callable[[str, Any], None] | None = None,
     ) -> Any: ...
     def reads(self, site: str) -> tuple[str, ...]: ...
     def replay(
@@ -90,10 +95,23 @@ class Pairing:
 
     precision: ``model`` (the run's dtype) or ``fp32`` (the control).
     sites: the sites to compare, in execution order.
+    experts_per_token: of a model with experts; 0 counts no flips of their choice.
+    no_local: why nothing can be replayed. Then a site has a local divergence only where everything that it reads is equal to the
+        bit on both stacks: what differs there, it made.
     """
 
-    def __init__(self, trainer: Trainer, *, sites: Sequence[str], precision: str) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        *,
+        sites: Sequence[str],
+        precision: str,
+        experts_per_token: int = 0,
+        no_local: str | None = None,
+    ) -> None:
         self.trainer = trainer
+        self.experts_per_token = experts_per_token
+        self.no_local = no_local
         self.sites = list(sites)
         self.precision = precision
         self.aggregate = Aggregate()
@@ -102,27 +120,49 @@ class Pairing:
 
     def compare(self, pair: SequencePair) -> tuple[Any, list[dict[str, Any]]]:
         """The trainer's scores of the sequence and its rows of ``sites.parquet``."""
-        totals: dict[str, dict[str, UlpStats]] = {}
+        totals: dict[str, _Sourced] = {}
         reader = _InputCache(pair.capture)
         present = set(pair.capture.sites)
         wanted = [s for s in self.sites if s in present and s != "logprob"]
 
-        def on_site(site: str, tensor: torch.Tensor) -> None:
-            totals[site] = _by_source(tensor, pair.capture.read(site), pair.num_prompt_tokens)
+        flips: dict[str, dict[str, Flips]] = {}
+
+        def on_site(site: str, tensor: Any) -> None:
+            theirs = reader.read(site) if split_site(site)[1] == "router" else pair.capture.read(site)
+            totals[site] = _by_source(site, tensor, theirs, pair.num_prompt_tokens)
+            flips[site] = self._flips(site, tensor, theirs, pair.num_prompt_tokens)
 
         scores = self.trainer.forward(pair.token_ids, sites=wanted, on_site=on_site)
         if "logprob" in self.sites:
             totals["logprob"] = _logprob_by_source(scores.logprob, pair)
-        locals_: dict[str, dict[str, UlpStats]] = {}
+        locals_: dict[str, _Sourced] = {}
         reasons: dict[str, str] = {}
         for site in self.sites:
             try:
-                locals_[site] = self._local(site, pair, reader, present)
+                locals_[site] = self._local(site, pair, reader, present, totals, flips)
             except _NoLocal as why:
                 reasons[site] = str(why)
-        return scores, self._rows(pair, totals, locals_, reasons)
+        return scores, self._rows(pair, totals, locals_, reasons, flips)
 
-    def _local(self, site: str, pair: SequencePair, reader: _InputCache, present: set[str]) -> dict[str, UlpStats]:
+    def _flips(self, site: str, ours: Any, theirs: Any, num_prompt_tokens: int) -> dict[str, Flips]:
+        """Choices of experts that differ, by source; empty for what is no router."""
+        if not self.experts_per_token or split_site(site)[1] != "router":
+            return {}
+        a, b = _bits(ours), _bits(theirs)
+        return {
+            source: count_flips(a[rows], b[rows], self.experts_per_token)
+            for source, rows in _rows_by_source(len(a), num_prompt_tokens)
+        }
+
+    def _local(
+        self,
+        site: str,
+        pair: SequencePair,
+        reader: _InputCache,
+        present: set[str],
+        totals: Mapping[str, _Sourced],
+        flips: dict[str, dict[str, Flips]],
+    ) -> _Sourced:
         inputs = self.trainer.reads(site)
         if not inputs:
             raise _NoLocal("reads no captured site; its total is what it makes itself")
@@ -131,19 +171,32 @@ class Pairing:
             raise _NoLocal(f"input {', '.join(missing)} was not captured on the rollout stack")
         if site not in present and site != "logprob":
             raise _NoLocal("not captured on the rollout stack")
+        if self.no_local is not None:
+            if site not in totals or any(s not in totals or _differs(totals[s]) for s in inputs):
+                raise _NoLocal(self.no_local)
+            return totals[site]
         tensors = [reader.read(s) for s in inputs]
         if site == "logprob":
             replayed = self.trainer.replay(site, tensors, positions=pair.capture.positions, token_ids=pair.token_ids)
             return _logprob_by_source(replayed.reshape(-1).numpy(), pair)
         replayed = self.trainer.replay(site, tensors, positions=pair.capture.positions)
-        return _by_source(replayed, reader.read(site), pair.num_prompt_tokens)
+        theirs, num_prompt_tokens = reader.read(site), pair.num_prompt_tokens
+        for source, local in self._flips(site, replayed, theirs, num_prompt_tokens).items():
+            flips[site][source] = replace(flips[site][source], num_local_flips=local.num_flips)
+        if split_site(site)[1] == "expert_out":
+            # equal logits at the boundary leave the choice to the implementation, and no rounding tells two experts apart
+            clear = ~tied_tokens(_bits(tensors[1]), self.experts_per_token)
+            replayed, theirs = replayed[clear], theirs[clear]
+            num_prompt_tokens = int(clear[:num_prompt_tokens].sum())
+        return _by_source(site, replayed, theirs, num_prompt_tokens)
 
     def _rows(
         self,
         pair: SequencePair,
-        totals: dict[str, dict[str, UlpStats]],
-        locals_: dict[str, dict[str, UlpStats]],
+        totals: dict[str, _Sourced],
+        locals_: dict[str, _Sourced],
         reasons: dict[str, str],
+        flips: Mapping[str, Mapping[str, Flips]],
     ) -> list[dict[str, Any]]:
         rows = []
         for site in self.sites:
@@ -153,7 +206,8 @@ class Pairing:
                 local = locals_.get(site, {}).get(source)
                 if total is None and local is None:
                     continue
-                self.aggregate.add(site, total=total, local=local)
+                flipped = flips.get(site, {}).get(source)
+                self.aggregate.add(site, total=total, local=local, flips=flipped)
                 row: dict[str, Any] = {
                     "prompt": pair.prompt,
                     "precision": self.precision,
@@ -167,6 +221,7 @@ class Pairing:
                     "inherited_differing": _inherited(total, local),
                 }
                 row |= (total.columns() if total else {}) | (local.columns("local_") if local else {})
+                row |= flipped.columns() if flipped else {}
                 rows.append(row)
             if site in reasons:
                 self.aggregate.add(site, local_reason=reasons[site])
@@ -182,9 +237,9 @@ class _InputCache:
 
     def __init__(self, capture: Captured) -> None:
         self._capture = capture
-        self._kept: OrderedDict[str, torch.Tensor] = OrderedDict()
+        self._kept: OrderedDict[str, Any] = OrderedDict()
 
-    def read(self, site: str) -> torch.Tensor:
+    def read(self, site: str) -> Any:
         if site in self._kept:
             self._kept.move_to_end(site)
             return self._kept[site]
@@ -196,26 +251,46 @@ class _InputCache:
         return tensor
 
 
-def _by_source(ours: torch.Tensor, theirs: torch.Tensor, num_prompt_tokens: int) -> dict[str, UlpStats]:
-    """Statistics of two [T, W] tensors, prompt rows and generated rows apart.
+def _by_source(site: str, ours: Any, theirs: Any, num_prompt_tokens: int) -> _Sourced:
+    """Statistics of two [T, W] tensors or arrays of bit patterns, prompt rows and generated rows apart.
 
     Raises CaptureError for different shapes or dtypes: neither is cut or cast to fit.
     """
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         raise CaptureError(
-            f"the stacks' tensors do not match: trainer {tuple(ours.shape)} {ours.dtype}, rollout {tuple(theirs.shape)} {theirs.dtype}",
-            hint="the site map of this family is wrong for one of the stacks, one of them is sharded, or their dtypes differ",
+            f"the stacks' tensors of {site} do not match: trainer {_shown(ours)}, rollout {_shown(theirs)}",
+            hint="the site map of this family is wrong for one of the stacks, one of them is sharded, or their dtypes differ; "
+            "other sites can be compared with --sites",
         )
     rows = len(ours)
-    ours = ours.detach().cpu()
+    ours, theirs = _bits(ours), _bits(theirs)
     out = {}
-    for source, start, stop in (("prefill", 0, min(num_prompt_tokens, rows)), ("decode", num_prompt_tokens, rows)):
-        if stop > start:
-            out[source] = ulp_stats(to_numpy_bits(ours[start:stop]), to_numpy_bits(theirs[start:stop]))
+    for source, part in _rows_by_source(rows, num_prompt_tokens):
+        out[source] = ulp_stats(ours[part], theirs[part])
     return out
 
 
-def _logprob_by_source(ours: Any, pair: SequencePair) -> dict[str, UlpStats]:
+def _rows_by_source(num_rows: int, num_prompt_tokens: int) -> list[tuple[str, slice]]:
+    """Which rows of a sequence were prefilled and which decoded, where there are any."""
+    split = min(num_prompt_tokens, num_rows)
+    parts = (("prefill", slice(0, split)), ("decode", slice(split, num_rows)))
+    return [(source, part) for source, part in parts if part.stop > part.start]
+
+
+def _bits(values: Any) -> np.ndarray:
+    return values if isinstance(values, np.ndarray) else to_numpy_bits(values.detach().cpu())
+
+
+def _shown(values: Any) -> str:
+    name = str(values.dtype).removeprefix("torch.")
+    return f"{tuple(values.shape)} {'bfloat16' if name == 'int16' else name}"
+
+
+def _differs(stats: _Sourced) -> bool:
+    return any(s.num_differing for s in stats.values())
+
+
+def _logprob_by_source(ours: Any, pair: SequencePair) -> _Sourced:
     """FP32 logprobs: entry i scores token i + 1, which the rollout prefilled or sampled."""
     p = np.asarray(ours, dtype=np.float32)
     q = np.asarray(pair.scores.logprob, dtype=np.float32)

@@ -44,6 +44,7 @@ class Role:
     kind: str = "output"
 
 
+_OWN_REGIONS = {"geglu": "swiglu", "experts": "unknown"}
 _OWN_KINDS = {"resid_attn": "residual", "resid_mlp": "residual", "logprob": "logprob", "logits": "logits"}
 
 # First match wins; names are lower case with separators as "_".
@@ -102,7 +103,8 @@ def find_role(site: str, *, inputs: Mapping[str, Any] | None = None, sites: Iter
     """Role of a site, from its name, then from what was fed to it."""
     point = site.rsplit(".", 1)[-1]
     if (site.startswith("layers.") or site in {p.name for p in HEAD_POINTS}) and point in POINTS:
-        return Role(region=POINTS[point].region, kind=_OWN_KINDS.get(point, "output"))
+        region = POINTS[point].region
+        return Role(region=_OWN_REGIONS.get(region, region), kind=_OWN_KINDS.get(point, "output"))
     have = set(inputs or {})
     names = [s.lower() for s in sites]
     name = re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", site).lower()).strip("_")

@@ -184,6 +184,24 @@ SITES = Table(
         *(_local(c) for c in ULP_COLUMNS),
         _f64("inherited_differing", "share", "differing share that the local one does not explain", nullable=True),
         _str("local_reason", "text", "why local divergence was not measured; null when it was", nullable=True),
+        _i64(
+            "expert_flips",
+            "tokens",
+            "of a router: tokens that the stacks send to different sets of experts; not part of any ULP column",
+            nullable=True,
+        ),
+        _i64(
+            "expert_ties",
+            "tokens",
+            "of a router: tokens whose last expert chosen and first one left out have equal logits on either stack",
+            nullable=True,
+        ),
+        _i64(
+            "local_expert_flips",
+            "tokens",
+            "expert_flips (trainer op fed the rollout engine's input)",
+            nullable=True,
+        ),
     ),
 )
 

@@ -112,7 +112,9 @@ def run_compare(
         differing = _check_weights(run, inputs, rollout)
         if differing:
             return _stop_incomparable(run, inputs, rollout, options, differing)
-        pairing = Pairing(inputs.trainer, sites=chosen, precision="model")
+        pairing = Pairing(
+            inputs.trainer, sites=chosen, precision="model", experts_per_token=inputs.facts.experts_per_token
+        )
         stacks = {  # before the control, which runs both in FP32
             "trainer": {**inputs.trainer.manifest(), "model": options.model, "aligned": alignment},
             "rollout": {**rollout.engine.manifest(), "model": options.model},

@@ -54,7 +54,7 @@ def fp32_control(
         if prepare_trainer is not None:
             prepare_trainer(trainer)
         rollout.engine.reload(dtype="float32")
-        pairing = Pairing(trainer, sites=sites, precision="fp32")
+        pairing = Pairing(trainer, sites=sites, precision="fp32", experts_per_token=trainer.facts.experts_per_token)
         differences = []
         scratch = run.scratch_dir() / "fp32"
         scratch.mkdir(exist_ok=True)

@@ -73,7 +73,7 @@ def load_trainer(options: ModelOptions, *, model: str, device: str, dtype: str, 
     )
 
 
-def load_inputs(options: ModelOptions, progress: Progress, *, attention: str = "sdpa", num_generate: int = 0) -> Inputs:
+def load_inputs(options: ModelOptions, progress: Progress, *, attention: str = "auto", num_generate: int = 0) -> Inputs:
     """Load the trainer and read the prompts; every user mistake in them is an error before the long work."""
     from rpadiag.engines.base import TokenSequence
     from rpadiag.prompts import load_prompts
