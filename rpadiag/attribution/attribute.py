@@ -1,190 +1,259 @@
-"""Runs an attribution: asks a scorer for every replicate and turns the answers into rows and findings."""
+"""Runs an attribution: asks a scorer for replicates, round by round, and makes estimates, checks and decisions of the answers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rpadiag.attribution.design import (
-    Score,
-    Variant,
-    check_num_replicates,
-    parts_of,
-    replicates_of,
-    variants_of,
+from rpadiag.attribution.checks import (
+    Additivity,
+    Confirmation,
+    LocalAgreement,
+    Naive,
+    NoiseCheck,
+    check_additivity,
+    check_noise,
+    compare_with_local,
+    confirm,
+    end_to_end_of,
+    naive_ranking,
+    self_control_holds,
 )
-from rpadiag.attribution.estimate import Estimate, estimate, is_saturated, self_control_holds
-from rpadiag.findings import Finding
+from rpadiag.attribution.decide import LEVEL, LEVEL_OF_LOOKS, SATURATED, Decision, decide, precise_enough
+from rpadiag.attribution.design import Replicate, Score, Variant
+from rpadiag.attribution.effects import Effect, MetricSums, effects_of, metrics_of
+from rpadiag.attribution.estimate import Estimate, estimate, share_of
+from rpadiag.attribution.factorial import Contrast, contrasts
+from rpadiag.attribution.plan import Collected, Plan
+from rpadiag.attribution.resample import Measured, Sequences
+from rpadiag.errors import EngineError
+
+Floats = NDArray[np.float64]
+OnScored = Callable[[Replicate, Floats], None]
+REPLICATED = ("trainer",)  # the stacks whose forwards were repeated under noise
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attribution:
-    """Estimates by variant; ``ranked`` is False when the self-control failed and nothing may be ranked."""
+    """Everything an attribution found. Part names are those of ``plan.parts``.
 
+    estimates: of every variant but the reference. shares: of the total's systematic part; empty where the total is not above zero.
+    effects: what aligning a part alone does to each metric, and ``all`` what aligning everything does. floor: the same metrics of the
+    reference against itself under other noise: what no alignment removes. local_differing: share of elements that a part's operations
+    move when fed the same input. ranked is False when the self-control failed and nothing may be ranked. stopped_early: the precision asked for was reached.
+    num_forwards: forwards asked of the scorer in this process.
+    """
+
+    plan: Plan
     estimates: Mapping[Variant, Estimate]
+    decisions: Mapping[str, Decision]
+    shares: Mapping[str, Measured]
+    effects: Mapping[str, list[Effect]]
+    floor: Mapping[str, Measured]
+    naive: Mapping[str, Naive]
+    additivity: Additivity
+    noise: tuple[NoiseCheck, ...]
+    confirmations: tuple[Confirmation, ...]
+    interactions: tuple[Contrast, ...]
+    local: Mapping[str, LocalAgreement]
     local_differing: Mapping[str, float]
     ranked: bool
-    saturated: bool
+    level: float
+    num_replicates: int
+    num_nonfinite: int
+    stopped_early: bool
+    num_forwards: int
+    replicated: tuple[str, ...] = REPLICATED
 
     def by_design(self, design: str) -> dict[str, Estimate]:
-        """Region -> estimate of one design."""
+        """Part -> estimate of one design, in the order of the plan."""
         return {v.name: e for v, e in self.estimates.items() if v.design == design}
 
-    def gain_of_aligning(self, region: str) -> tuple[float, float]:
-        """Systematic part that aligning this region alone removes from the trainer as it is, and its error, nats^2.
+    @property
+    def control(self) -> Estimate:
+        return self.by_design("self")["self"]
 
-        The error adds the two estimates' in quadrature, which is an upper bound: they share their noise.
-        """
-        everything = self.by_design("all")["all"]
-        only = self.by_design("only").get(region)
-        if only is None:
-            return everything.systematic_sq, everything.systematic_sq_se
-        error = float(np.hypot(everything.systematic_sq_se, only.systematic_sq_se))
-        return everything.systematic_sq - only.systematic_sq, error
+    @property
+    def total(self) -> Estimate:
+        return self.by_design("all")["all"]
 
-    def rows(self) -> list[dict[str, object]]:
-        """Rows of ``attribution.parquet``, most systematic first within a design."""
-        out = []
-        for variant, e in sorted(self.estimates.items(), key=lambda item: -item[1].systematic_sq):
-            out.append(
-                {
-                    "region": variant.name,
-                    "design": variant.design,
-                    "systematic_sq": e.systematic_sq,
-                    "systematic_sq_se": e.systematic_sq_se,
-                    "systematic_rms": e.systematic_rms,
-                    "chaotic_rms": e.chaotic_rms,
-                    "mean_abs_d": e.mean_abs_d,
-                    "local_differing": self.local_differing.get(variant.name),
-                    "num_replicates": e.num_replicates,
-                    "num_tokens": e.num_tokens,
-                    "detectable": e.detectable,
-                }
-            )
-        return out
+    @property
+    def saturated(self) -> bool:
+        """Mean |d| of single forwards ranks nothing: several parts alone give nearly the whole gap."""
+        return any(d.end_to_end == SATURATED for d in self.decisions.values())
+
+    def strongest_first(self) -> list[tuple[str, Estimate]]:
+        """Parts by systematic part, largest first."""
+        return sorted(self.by_design("each").items(), key=lambda item: -item[1].systematic_sq.value)
+
+    def effect(self, part: str, metric: str) -> Effect:
+        return next(e for e in self.effects[part] if e.metric == metric)
 
 
 def attribute(
     score: Score,
-    regions: Sequence[str],
+    plan: Plan,
     sequence_ids: NDArray[np.int64],
     *,
-    num_replicates: int,
-    seed: int = 0,
+    done: Iterable[tuple[Replicate, Floats]] = (),
+    on_scored: OnScored | None = None,
     local_differing: Mapping[str, float] | None = None,
+    local_effects: Mapping[str, Floats] | None = None,
 ) -> Attribution:
-    """Score every replicate and estimate each variant against the reference.
+    """Score the plan's replicates and say what each part is responsible for.
 
-    sequence_ids: sequence of each token, ``[num_tokens]``.
+    sequence_ids: sequence of each token, ``[N]``. done: replicates that an earlier, interrupted attribution scored; they are not asked for
+    again. on_scored: called with each answer as it comes. local_differing: share of elements each part's operations move when fed the
+    same input. local_effects: first-order change of each logprob when a part is not aligned, ``[N]`` nats, by part name.
     """
-    every = variants_of(parts_of(regions))
-    scored: dict[Variant, dict[int, NDArray[np.float64]]] = {v: {} for v in every}
-    numbers = range(check_num_replicates(num_replicates))
-    for replicate, logprobs in score(list(replicates_of(every, numbers, seed=seed))):
-        scored[replicate.variant][replicate.index] = np.asarray(logprobs, dtype=np.float64)
-    stacked = {v: np.stack([rows[k] for k in numbers]) for v, rows in scored.items()}
-    reference = next(rows for v, rows in stacked.items() if v.design == "reference")
-    estimates = {v: estimate(rows, reference, sequence_ids) for v, rows in stacked.items() if v.design != "reference"}
-    each = {v.name: e for v, e in estimates.items() if v.design == "each"}
-    control = next(e for v, e in estimates.items() if v.design == "self")
-    everything = next(e for v, e in estimates.items() if v.design == "all")
-    return Attribution(
-        estimates=estimates,
+    collected = Collected(done)
+    asked, stopped, used = 0, False, 0
+    sequences = Sequences(sequence_ids)
+
+    def ask(replicates: Iterable[Replicate]) -> int:
+        missing = collected.missing(replicates)
+        for replicate, logprobs in score(missing) if missing else ():
+            collected.add(replicate, logprobs)
+            if on_scored is not None:
+                on_scored(replicate, collected.logprobs(replicate))
+        return len(missing)
+
+    for numbers in plan.rounds:
+        asked += ask(plan.of_round(numbers))
+        used = numbers.stop
+        if plan.precision is not None and used < plan.num_replicates and used > 1:
+            each = _estimates(collected, plan, used, sequences, designs=("each",))
+            by_name = {v.name: e for v, e in each.items()}
+            if precise_enough(by_name, plan.precision, num_looks=len(plan.rounds)):
+                stopped = True
+                break
+    asked += ask(plan.confirmations(used))
+    return _conclude(
+        collected,
+        plan,
+        sequence_ids,
+        used,
         local_differing=dict(local_differing or {}),
-        ranked=self_control_holds(control),
-        saturated=is_saturated(each, everything),
+        local_effects=dict(local_effects or {}),
+        stopped_early=stopped,
+        num_forwards=asked,
     )
 
 
-def findings(result: Attribution) -> list[Finding]:
-    """The attribution in plain words, most important first."""
-    control = result.by_design("self")["self"]
-    everything = result.by_design("all")["all"]
-    each = sorted(result.by_design("each").items(), key=lambda item: -item[1].systematic_sq)
-    out = [_control_finding(control, ranked=result.ranked)]
-    if result.ranked:
-        out += [_region_finding(region, e, result, rank=n) for n, (region, e) in enumerate(each)]
-        out.append(_total_finding(everything, [e for _, e in each]))
-    if result.saturated:
-        shown = ", ".join(f"{region} {e.mean_abs_d:.3f}" for region, e in each)
-        out.append(
-            Finding(
-                code="gap-saturated",
-                severity="notice",
-                text=f"The end-to-end gap is saturated: one region left unaligned moves logprobs by {shown} nats, all together by "
-                f"{everything.mean_abs_d:.3f}. Mean |d| cannot rank regions; the systematic part can.",
-                numbers={"mean_abs_d_all": everything.mean_abs_d},
-                rank=20,
-            )
-        )
-    return sorted(out, key=lambda f: f.rank)
+@dataclass(frozen=True)
+class _Finite:
+    """Logprobs of the tokens that are finite in every forward."""
+
+    collected: Collected
+    plan: Plan
+    keep: NDArray[np.bool_]
+    num: int
+    cache: dict[tuple[Variant, str], Floats] = field(default_factory=dict)
+
+    def of(self, variant: Variant, kind: str = "ulp") -> Floats:
+        """``[K, N]`` nats."""
+        if (variant, kind) not in self.cache:
+            stacked = self.collected.stack(variant, self.num, seed=self.plan.seed, kind=kind)
+            self.cache[variant, kind] = stacked[:, self.keep]
+        return self.cache[variant, kind]
 
 
-def _control_finding(control: Estimate, *, ranked: bool) -> Finding:
-    figures = f"{control.systematic_sq:.1e} ± {control.systematic_sq_se:.1e} nats² (n = {control.num_tokens})"
-    if ranked:
-        text = f"Self-control holds: the aligned forward against itself gives {figures}."
-    elif not np.isfinite(control.systematic_sq_se):
-        text = (
-            f"No standard error: {control.num_tokens} tokens make {control.num_clusters} cluster. "
-            "Regions are not ranked; use more prompts or longer ones."
-        )
-    else:
-        text = (
-            f"Self-control failed: the aligned forward against itself gives {figures}, not zero. "
-            "Regions are not ranked; use more replicates or more tokens."
-        )
-    return Finding(
-        code="self-control",
-        severity="info" if ranked else "error",
-        text=text,
-        numbers={"systematic_sq": control.systematic_sq, "systematic_sq_se": control.systematic_sq_se},
-        rank=50 if ranked else 0,
-    )
+def _estimates(
+    collected: Collected, plan: Plan, num: int, sequences: Sequences, *, designs: tuple[str, ...]
+) -> dict[Variant, Estimate]:
+    reference = collected.stack(plan.named("reference"), num, seed=plan.seed)
+    return {
+        v: estimate(collected.stack(v, num, seed=plan.seed), reference, sequences)
+        for v in plan.variants
+        if v.design in designs
+    }
 
 
-def _region_finding(region: str, e: Estimate, result: Attribution, *, rank: int) -> Finding:
-    figures = f"{e.systematic_sq:.1e} ± {e.systematic_sq_se:.1e} nats² (n = {e.num_tokens}, K = {e.num_replicates})"
-    local = result.local_differing.get(region)
-    made = "" if local is None else f" and {100 * local:.1f} % of its elements differ when fed the same input"
-    gain, error = result.gain_of_aligning(region)
-    if e.detectable:
-        text = f"{region}: systematic {figures}{made}; aligning it alone removes {gain:.1e} ± {error:.1e} nats²."
-    else:
-        text = f"{region}: systematic {figures} cannot be told from zero{made}."
-    return Finding(
-        code="systematic-region",
-        severity="warning" if e.detectable else "info",
-        text=text,
-        region=region,
-        numbers={
-            "systematic_sq": e.systematic_sq,
-            "systematic_sq_se": e.systematic_sq_se,
-            "chaotic_rms": e.chaotic_rms,
-            "gain_of_aligning_sq": gain,
-            "gain_of_aligning_sq_se": error,
-            "local_differing": local,
+def _conclude(
+    collected: Collected,
+    plan: Plan,
+    sequence_ids: NDArray[np.int64],
+    num: int,
+    *,
+    local_differing: Mapping[str, float],
+    local_effects: Mapping[str, Floats],
+    stopped_early: bool,
+    num_forwards: int,
+) -> Attribution:
+    keep = collected.finite_tokens()
+    if not keep.any():
+        raise EngineError("no token has a finite logprob in every forward", hint="look for NaN with rpadiag compare")
+    data, sequences = _Finite(collected, plan, keep, num), Sequences(sequence_ids[keep])
+    reference = data.of(plan.named("reference"))
+    estimates = {
+        v: estimate(data.of(v), reference, sequences)
+        for v in plan.variants
+        if v.design not in ("reference", "factorial")
+    }
+    each = {v.name: e for v, e in estimates.items() if v.design == "each"}
+    only = {v.name: data.of(v)[0] for v in estimates if v.design == "only"}
+    total = next(e for v, e in estimates.items() if v.design == "all")
+    control = next(e for v, e in estimates.items() if v.design == "self")
+    ranked = self_control_holds(control)
+    level = LEVEL if plan.precision is None else LEVEL - LEVEL_OF_LOOKS
+    variants_each = {v.name: v for v in estimates if v.design == "each"}
+    return Attribution(
+        plan=plan,
+        estimates=estimates,
+        decisions=decide(each, total, control, ranked=ranked, end_to_end=end_to_end_of(each, total), level=level),
+        shares={n: share_of(e, total) for n, e in each.items()} if total.systematic_sq.p_above <= level else {},
+        effects=_effects(data, reference, sequences),
+        floor=metrics_of(MetricSums(data.of(plan.named("self")), reference, sequences)),
+        naive=naive_ranking(only, data.of(plan.named("all"))[0], reference[0], sequences),
+        additivity=check_additivity(
+            {n: data.of(v) for n, v in variants_each.items()}, data.of(plan.named("all")), reference, sequences
+        ),
+        noise=tuple(
+            check_noise(r.variant.design, data.of(r.variant), collected.logprobs(r)[keep], sequences)
+            for r in plan.unperturbed()
+        ),
+        confirmations=_confirmations(data, variants_each, sequences),
+        interactions=tuple(
+            contrasts([p.name for p in plan.parts], {x: data.of(v) for x, v in plan.points.items()}, sequences)
+            if plan.points
+            else ()
+        ),
+        local={
+            n: compare_with_local(n, g[keep], data.of(variants_each[n]), reference, sequences)
+            for n, g in local_effects.items()
         },
-        rank=1 + rank,
+        local_differing=local_differing,
+        ranked=ranked,
+        level=level,
+        num_replicates=num,
+        num_nonfinite=int(np.count_nonzero(~keep)),
+        stopped_early=stopped_early,
+        num_forwards=num_forwards,
     )
 
 
-def _total_finding(everything: Estimate, each: Sequence[Estimate]) -> Finding:
-    parts = sum(e.systematic_sq for e in each)
-    error = float(np.sqrt(sum(e.systematic_sq_se**2 for e in each)))
-    return Finding(
-        code="systematic-total",
-        severity="info",
-        text=f"All regions together: systematic {everything.systematic_sq:.1e} ± {everything.systematic_sq_se:.1e} nats²; "
-        f"the parts sum to {parts:.1e} ± {error:.1e}. Chaotic level {everything.chaotic_rms:.3f} nats rms per token.",
-        numbers={
-            "systematic_sq": everything.systematic_sq,
-            "systematic_sq_se": everything.systematic_sq_se,
-            "sum_of_parts_sq": parts,
-            "chaotic_rms": everything.chaotic_rms,
-        },
-        rank=10,
+def _effects(data: _Finite, reference: Floats, sequences: Sequences) -> dict[str, list[Effect]]:
+    """Aligning each part alone in the trainer as it is, and aligning all of them."""
+    plan = data.plan
+    as_is = MetricSums(data.of(plan.named("all")), reference, sequences)
+    aligned = {p.name: plan.named("only", p.name) for p in plan.parts} | {"all": plan.named("reference")}
+    return {name: effects_of(as_is, MetricSums(data.of(v), reference, sequences)) for name, v in aligned.items()}
+
+
+def _confirmations(data: _Finite, each: Mapping[str, Variant], sequences: Sequences) -> tuple[Confirmation, ...]:
+    if not data.plan.confirm:
+        return ()
+    reference = data.plan.named("reference")
+    chosen = {**each, "all": data.plan.named("all")}
+    return tuple(
+        confirm(
+            name,
+            (data.of(v), data.of(reference)),
+            (data.of(v, "batch"), data.of(reference, "batch")),
+            sequences,
+        )
+        for name, v in chosen.items()
     )

@@ -59,6 +59,9 @@ class Variant:
     aligned: tuple[Switch, ...]
 
 
+Forward = tuple[tuple[Switch, ...], str, int]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Replicate:
     """One forward to make: a variant under one noise draw.
@@ -72,6 +75,11 @@ class Replicate:
     index: int
     seed: int
     kind: str = "ulp"
+
+    @property
+    def forward(self) -> Forward:
+        """What decides the logprobs: replicates that agree in it are one forward, made once."""
+        return self.variant.aligned, self.kind, 0 if self.kind == "none" else self.seed
 
 
 # Replicates in; (replicate, logprobs [num_tokens] float64 in nats) out, in any order, each as soon as it is done, so that a

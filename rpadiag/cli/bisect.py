@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rpadiag.cli import options as shared
 from rpadiag.cli.bars import progress_on_stderr
+from rpadiag.cli.bisect_table import show
 from rpadiag.cli.compare import answer, leave
-from rpadiag.cli.output import hint, interruptible, number, percent, print_findings, print_json, print_table, say
+from rpadiag.cli.output import hint, interruptible, print_json
 from rpadiag.sites import ALIGNABLE_REGIONS
-from rpadiag.workflows.options import BisectOptions
+from rpadiag.workflows.options import ATTRIBUTABLE_REGIONS, BisectOptions
 
 if TYPE_CHECKING:
     from rpadiag.runs.reader import Run
-
-DESIGNS = ("each", "only", "all", "self")
-COLUMNS = ("design", "region", "systematic_sq", "systematic_sq_se", "chaotic_rms", "local_differing", "detectable")
 
 
 def bisect(
@@ -25,8 +23,41 @@ def bisect(
     model: shared.Model,
     prompts: shared.Prompts,
     run: shared.RunDirectory,
-    regions: shared.Regions = ",".join(ALIGNABLE_REGIONS),
+    regions: Annotated[
+        str,
+        typer.Option(
+            "--regions",
+            metavar="REGIONS",
+            help=f"Comma separated, of {', '.join(ATTRIBUTABLE_REGIONS)}; all is the first three.",
+        ),
+    ] = ",".join(ALIGNABLE_REGIONS),
+    by: Annotated[
+        str,
+        typer.Option(
+            "--by",
+            metavar="region|layer|region,layer",
+            help="What responsibility is assigned to: regions, groups of layers, or both; layer:N makes N groups.",
+        ),
+    ] = "region",
     replicates: shared.Replicates = 16,
+    precision: Annotated[
+        float | None,
+        typer.Option(
+            "--precision",
+            metavar="REL",
+            help="Stop when the standard error of the strongest part is below this share of it; --replicates is then the most.",
+        ),
+    ] = None,
+    interactions: Annotated[
+        bool, typer.Option("--interactions", help="Score combinations too: main effects and two-way interactions.")
+    ] = False,
+    confirm: Annotated[
+        bool,
+        typer.Option("--confirm", help="Repeat with a second kind of noise, equivalent batches; about twice the work."),
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the interrupted bisection in --run, with the same options.")
+    ] = False,
     contract: shared.BisectContract = None,
     dtype: shared.Dtype = "bfloat16",
     device: shared.Device = "auto",
@@ -40,7 +71,8 @@ def bisect(
     """Attribute the systematic part of the divergence to regions, each with its standard error.
 
     Needs the trainer stack only. Aligning regions one at a time and looking at logprobs shows nothing, because the
-    gap saturates; averaging over rounding replicates separates what belongs to a region from chaos.
+    gap saturates; averaging over rounding replicates separates what belongs to a region from chaos. Interrupted, it
+    goes on with --resume.
     """
     shared.check_format(output_format)
     options = BisectOptions(
@@ -48,7 +80,12 @@ def bisect(
         prompts=prompts,
         run=run,
         regions=shared.regions_of(regions),
+        by=by,
         replicates=replicates,
+        precision=precision,
+        interactions=interactions,
+        confirm=confirm,
+        resume=resume,
         contract=contract,
         dtype=dtype,
         device=device,
@@ -65,44 +102,17 @@ def bisect(
     shared.check_contract(contract)
     shared.require_stacks(vllm=False)
     check_prompt_file(prompts)  # before a run directory is made
-    with interruptible(run), progress_on_stderr() as progress:
+    with interruptible(run, resume=True), progress_on_stderr() as progress:
         run_bisect(options, progress, given=shared.given_options(context))
     finished = open_run(run)
     if output_format == "json":
-        print_json({**answer(finished), "attribution": finished.table("attribution").to_pylist()})
+        print_json({**answer(finished), **tables(finished)})
     else:
         show(finished)
     hint(f"rpadiag report {run} --html {run}.html")
     leave(finished)
 
 
-def show(run: Run) -> None:
-    """The answer of a bisection for a person: verdict, evidence, numbers."""
-    verdict = run.verdict
-    if verdict is not None:
-        say(verdict["sentence"], style="bold")
-        say()
-    print_findings(run.findings)
-    found = run.table("attribution", COLUMNS).to_pylist()
-    found.sort(key=lambda row: (DESIGNS.index(row["design"]), -row["systematic_sq"]))
-    rows = [
-        (
-            _name(row["design"], row["region"]),
-            f"{row['systematic_sq']:.2e}",
-            f"{row['systematic_sq_se']:.1e}",
-            number(row["chaotic_rms"]),
-            percent(row["local_differing"]),
-            "yes" if row["detectable"] else "no",
-        )
-        for row in found
-    ]
-    header = ("trainer", "systematic, nats²", "± s.e.", "chaotic rms, nats", "made locally", "above zero")
-    print_table("Attribution: systematic distance from the trainer with every region aligned", header, rows)
-    say()
-    say(f"run: {run.path}")
-
-
-def _name(design: str, region: str) -> str:
-    """What was scored in that row, against the trainer with every region aligned."""
-    names = {"each": f"{region} not aligned", "only": f"only {region} aligned", "all": "none aligned"}
-    return names.get(design, "self-control")
+def tables(run: Run) -> dict[str, list[dict[str, Any]]]:
+    """What the tables of a bisection hold, for JSON; the replicates themselves stay in the run."""
+    return {name: run.table(name).to_pylist() for name in ("attribution", "effects")}

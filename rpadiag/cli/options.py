@@ -64,7 +64,7 @@ Regions = Annotated[
 ]
 Replicates = Annotated[
     int,
-    typer.Option("--replicates", metavar="K", help="Rounding replicates per region; errors fall with sqrt(K)."),
+    typer.Option("--replicates", metavar="K", help="Rounding replicates of each variant of the trainer."),
 ]
 
 

@@ -97,8 +97,8 @@ def percent(share: Any) -> str:
 
 
 @contextmanager
-def interruptible(run: Path) -> Iterator[None]:
-    """On Ctrl-C, say what is left of the run before leaving."""
+def interruptible(run: Path, *, resume: bool = False) -> Iterator[None]:
+    """On Ctrl-C, say what is left of the run before leaving. resume: the command can continue it."""
     try:
         yield
     except KeyboardInterrupt:
@@ -111,5 +111,9 @@ def interruptible(run: Path) -> Iterator[None]:
             print(f"interrupted; {run} is complete", file=sys.stderr)
         else:
             print(f"interrupted; {run} is left with status {status} and cannot be read as a run", file=sys.stderr)
-            hint(f"remove {run} before using the name again, or choose another --run")
+            hint(
+                f"continue it with the same command and --resume, or remove {run}"
+                if resume
+                else f"remove {run} before using the name again, or choose another --run"
+            )
         raise

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 FORMAT_NAME = "rpadiag-run"
 FORMAT_VERSION = 1
-TYPES = ("int32", "int64", "float32", "float64", "bool", "string", "list<int32>", "list<int64>")
+TYPES = ("int32", "int64", "float32", "float64", "bool", "string", "list<int32>", "list<int64>", "list<float64>")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,7 @@ class Table:
             "string": pa.string(),
             "list<int32>": pa.list_(pa.int32()),
             "list<int64>": pa.list_(pa.int64()),
+            "list<float64>": pa.list_(pa.float64()),
         }
         fields = [
             pa.field(c.name, types[c.type], nullable=c.nullable, metadata={"unit": c.unit, "text": c.text})
@@ -205,30 +206,162 @@ SITES = Table(
     ),
 )
 
+
+def _measured(name: str, unit: str, text: str) -> tuple[Column, Column]:
+    """A nullable value and its standard error over sequences."""
+    return (
+        _f64(name, unit, text, nullable=True),
+        _f64(f"{name}_se", unit, f"standard error of {name}, leaving out one sequence at a time", nullable=True),
+    )
+
+
 ATTRIBUTION = Table(
     name="attribution",
-    text="One row per region and design of `rpadiag bisect`.",
-    key=("region", "design"),
+    text="One row per part (region, layer group or both), design and kind of noise of `rpadiag bisect`.",
+    key=("region", "design", "kind"),
     columns=(
-        _str("region", "name", "the region, `all` for every region, `self` for the control"),
+        _str(
+            "region",
+            "name",
+            "the part: a region, `layers 0-4`, `rope layers 0-4`; `all` for every part, `self` for the control; `a × b` for an interaction",
+        ),
         _str(
             "design",
             "name",
-            "`each`: only this region is not aligned; `only`: only this region is aligned; `all`: none is; `self`: the same forward again",
+            "`each`: only this part is not aligned; `only`: only this part is aligned; `all`: none is; `self`: the same forward under other noise; `main` and `interaction`: contrasts of a factorial design",
         ),
-        _f64("systematic_sq", "nats^2", "mean squared systematic part of a token; may be below 0", nullable=True),
-        _f64("systematic_sq_se", "nats^2", "standard error of systematic_sq", nullable=True),
+        _str(
+            "kind",
+            "name",
+            "noise of the replicates: `ulp` (embedding moved by -1, 0 or +1 ULP) or `batch` (equivalent batches)",
+            nullable=True,
+        ),
+        *_measured(
+            "systematic_sq",
+            "nats^2",
+            "mean squared systematic part of a token against the aligned trainer; unbiased, may be below 0",
+        ),
         _f64("systematic_rms", "nats", "root of systematic_sq, 0 where that is negative", nullable=True),
+        *_measured("share", "share", "systematic_sq as a share of that of `all`; null where that is not above zero"),
+        *_measured(
+            "mean_shift",
+            "nats",
+            "mean systematic change of a logprob; positive = this trainer finds the tokens more likely",
+        ),
         _f64("chaotic_rms", "nats", "root mean square of what averaging over replicates removes", nullable=True),
         _f64("mean_abs_d", "nats", "mean |d| of single forwards; saturates, do not rank by it", nullable=True),
-        _f64("local_differing", "share", "elements the region moves when fed the same input", nullable=True),
+        _f64("k3_kl", "nats", "mean of exp(d) - 1 - d of single forwards", nullable=True),
+        *_measured("k3_kl_systematic", "nats", "systematic part of k3_kl, systematic_sq / 2 (exact to second order)"),
+        *_measured("k3_kl_chaotic", "nats", "k3_kl less its systematic part"),
+        *_measured("weight_bias", "ratio", "mean over tokens and replicates of rho - 1, rho = exp(d)"),
+        *_measured(
+            "weight_bias_sq",
+            "ratio^2",
+            "unbiased mean square over tokens of E[rho - 1], the bias of the policy-gradient weight",
+        ),
+        *_measured("sequence_log_ratio_sq", "nats^2", "unbiased mean square over sequences of the systematic sum of d"),
+        _f64(
+            "sequence_log_ratio_chaotic_rms", "nats", "spread of a sequence's sum of d over replicates", nullable=True
+        ),
+        _f64(
+            "p_value",
+            "probability",
+            "of no systematic effect, neither in systematic_sq nor in mean_shift (Student, sequences - 1 degrees of freedom)",
+            nullable=True,
+        ),
+        _f64("p_adjusted", "probability", "p_value after Holm's correction over all parts", nullable=True),
+        _str(
+            "decision",
+            "name",
+            "`responsible`, `not distinguishable from zero`, `needs about N more replicates`, or `not ranked: a control failed`",
+            nullable=True,
+        ),
+        _str(
+            "end_to_end",
+            "name",
+            "what mean |d| could show: `saturated, only systematic effects shown`, `visible end to end` or `no effect at all`",
+            nullable=True,
+        ),
+        _f64("upper_limit_sq", "nats^2", "one-sided 95 % confidence limit of systematic_sq", nullable=True),
+        _i64(
+            "more_replicates",
+            "forwards",
+            "replicates that would settle it, about; null where it is settled or they would not",
+            nullable=True,
+        ),
+        *_measured(
+            "naive_gain",
+            "nats",
+            "by how much mean |d| of one forward falls when this part alone is aligned; misleads, shown for comparison",
+        ),
+        _i64("naive_rank", "rank", "order by naive_gain, 1 = largest", nullable=True),
+        _f64("local_differing", "share", "elements the part moves when fed the same input", nullable=True),
+        _f64(
+            "local_predicted_sq",
+            "nats^2",
+            "mean squared first-order effect on a logprob that local evidence predicts",
+            nullable=True,
+        ),
+        *_measured("local_slope", "ratio", "the part of the local prediction that the replicates see; 1 = they agree"),
         _i64("num_replicates", "forwards", "rounding replicates averaged"),
         _i64("num_tokens", "tokens", "tokens averaged"),
-        Column(name="detectable", type="bool", unit="flag", text="systematic_sq is 2 standard errors or more above 0"),
+        _i64("num_sequences", "sequences", "sequences that the standard errors come from", nullable=True),
+        Column(
+            name="detectable",
+            type="bool",
+            unit="flag",
+            text="above zero at the level of the run; for `each` the decision is `responsible`",
+        ),
     ),
 )
 
-TABLES: dict[str, Table] = {t.name: t for t in (PROMPTS, TOKENS, SITES, ATTRIBUTION)}
+EFFECTS = Table(
+    name="effects",
+    text="One row per part and metric of `rpadiag bisect`: what aligning the part alone does to a metric of `rpadiag compare`.",
+    key=("region", "metric"),
+    columns=(
+        _str("region", "name", "the part that is aligned; `all` aligns every part"),
+        _str("metric", "name", "a metric of `metrics.json`, the aligned trainer standing for the rollout engine"),
+        *_measured("as_is", "its own", "the metric with the trainer as it is"),
+        *_measured("aligned", "its own", "the metric with this part aligned"),
+        *_measured("change", "its own", "aligned - as_is, with the joint error"),
+        _f64(
+            "floor",
+            "its own",
+            "the metric of the fully aligned trainer against itself under other noise",
+            nullable=True,
+        ),
+    ),
+)
+
+REPLICATES = Table(
+    name="replicates",
+    text="One row per forward of `rpadiag bisect`. A forward that two variants share is stored once, under the first.",
+    key=("design", "region", "kind", "replicate"),
+    columns=(
+        _str(
+            "design",
+            "name",
+            "design of the variant, as in attribution.parquet; also `reference` (every part aligned) and `factorial`",
+        ),
+        _str(
+            "region",
+            "name",
+            "the part, as in attribution.parquet; `reference`; for `factorial` the parts not aligned, joined by `+`",
+        ),
+        _str("kind", "name", "`ulp`, `batch`, or `none` for the forward without noise"),
+        _i32("replicate", "index", "number of the replicate, from 0"),
+        _i64("seed", "seed", "seed of its noise"),
+        Column(
+            name="logprobs",
+            type="list<float64>",
+            unit="nats",
+            text="of every scored token: prompts in order, positions from 1",
+        ),
+    ),
+)
+
+TABLES: dict[str, Table] = {t.name: t for t in (PROMPTS, TOKENS, SITES, ATTRIBUTION, EFFECTS, REPLICATES)}
 
 
 def table_named(name: str) -> Table:

@@ -32,6 +32,7 @@ FINDINGS = "findings.json"
 METRICS = "metrics.json"
 WEIGHTS = "weights.json"
 SCRATCH = "scratch"
+JOURNAL = "replicates"  # see rpadiag.runs.journal
 ROWS_PER_GROUP = 16_384
 BYTES_PER_GROUP = 8 << 20
 
@@ -232,6 +233,14 @@ class RunWriter:
         """Append attribution estimates."""
         self._add("attribution", rows)
 
+    def add_effects(self, rows: Rows) -> None:
+        """Append what aligning a part does to a metric."""
+        self._add("effects", rows)
+
+    def add_replicates(self, rows: Rows) -> None:
+        """Append forwards of a bisection."""
+        self._add("replicates", rows)
+
     def _add(self, name: str, rows: Rows) -> None:
         if self._closed:
             raise ValueError(f"run {self.path} is closed")
@@ -311,6 +320,7 @@ class RunWriter:
         if self._num_sequences:
             self._manifest["tokens"] = {"digest": self._tokens.hexdigest(), "num_sequences": self._num_sequences}
         self._finish("complete")
+        shutil.rmtree(self.path / JOURNAL, ignore_errors=True)
 
     def _give_up(self, error: BaseException) -> None:
         """Record why the run ended; a disk that is still full leaves the status at ``started``."""

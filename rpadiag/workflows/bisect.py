@@ -15,11 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rpadiag.attribution.attribute import Attribution, attribute, findings
-from rpadiag.attribution.design import Replicate, Variant, layers_by_region, parts_of, variants_of
+from rpadiag.attribution.attribute import Attribution, attribute
+from rpadiag.attribution.design import Replicate, Variant, layers_by_region, parts_of
+from rpadiag.attribution.plan import Plan
+from rpadiag.attribution.rows import attribution_rows, effect_rows, summary
+from rpadiag.attribution.verdict import findings, verdict
 from rpadiag.compare.pairing import Pairing, SequencePair
 from rpadiag.findings import Finding, Verdict
-from rpadiag.runs import RunWriter, create_run
+from rpadiag.runs import RunWriter, token_digest, weights_digest
+from rpadiag.runs.journal import Journal, journaled_run
 from rpadiag.workflows.compare_rows import prompt_row
 from rpadiag.workflows.control import subset
 from rpadiag.workflows.inputs import Inputs, load_inputs
@@ -46,9 +50,15 @@ class Bisection:
 def run_bisect(
     options: BisectOptions, progress: Progress = SILENT, *, given: Mapping[str, Any] | None = None
 ) -> Bisection:
-    """Attribute the systematic part of the trainer's distance from the contract to regions; write ``options.run``."""
+    """Attribute the systematic part of the trainer's distance from the contract to parts; write ``options.run``.
+
+    With ``options.resume`` the run that an interrupted bisection left there is continued.
+    """
     with (
-        create_run(options.run, command="bisect", options=options.to_dict(), given=given or {}) as run,
+        journaled_run(options.run, command="bisect", options=options.to_dict(), given=given, resume=options.resume) as (
+            run,
+            journal,
+        ),
         ExitStack() as stack,
     ):
         inputs = load_inputs(options, progress, attention=options.attention)
@@ -57,30 +67,98 @@ def run_bisect(
         run.set_effective(device=inputs.device, dtype=inputs.dtype, contract=contract)
         run.set_manifest(reference_contract=contract)
         prompts = {p.index: p for p in inputs.prompts}
-        run.add_prompts([prompt_row(prompts[s.prompt], s) for s in inputs.sequences])
-        run.set_weights("trainer", inputs.trainer.weight_digests())
+        rows = [prompt_row(prompts[s.prompt], s) for s in inputs.sequences]
+        run.add_prompts(rows)
+        weights = inputs.trainer.weight_digests()
+        run.set_weights("trainer", weights)
+        plan = plan_of(options, inputs.facts.num_layers)
+        journal.bind(_identity(options, inputs, contract, weights_digest(weights)))
         with progress.stage("local picture"):
             local = _local_picture(options, inputs, run, contract)
-        total = len(variants_of(parts_of(options.regions))) * options.replicates * len(inputs.sequences)
-        with progress.stage("rounding replicates", total=total) as bar:
-            scorer = _Scorer(inputs, contract, stack, bar)
-            result = attribute(
-                scorer.score,
-                options.regions,
-                _sequence_ids(inputs.sequences),
-                num_replicates=options.replicates,
-                seed=options.seed,
-                local_differing=local,
-            )
+        result = _attribute(plan, inputs, contract, journal, stack, progress, local)
         told = findings(result)
-        verdict = _verdict(result, told)
-        run.add_attribution(result.rows())
+        sentence = verdict(result, told)
+        journal.copy_to(run)
+        run.add_attribution(attribution_rows(result))
+        run.add_effects(effect_rows(result))
         for finding in told:
             run.add_finding(finding)
-        run.set_verdict(verdict)
-        run.set_metrics({"attribution": {"ranked": result.ranked, "saturated": result.saturated}})
+        run.set_verdict(sentence)
+        run.set_metrics({"attribution": summary(result)})
         run.set_manifest(trainer={**inputs.trainer.manifest(), "model": options.model})
-    return Bisection(run=options.run, attribution=result, findings=told, verdict=verdict)
+    return Bisection(run=options.run, attribution=result, findings=told, verdict=sentence)
+
+
+def plan_of(options: BisectOptions, num_layers: int) -> Plan:
+    """The forwards that these options ask for, of a model with so many layers."""
+    units, num_groups = options.units
+    return Plan(
+        parts=parts_of(options.regions, by=units, num_layers=num_layers, num_groups=num_groups),
+        num_replicates=options.replicates,
+        seed=options.seed,
+        precision=options.precision,
+        interactions=options.interactions,
+        confirm=options.confirm,
+    )
+
+
+def _attribute(
+    plan: Plan,
+    inputs: Inputs,
+    contract: str,
+    journal: Journal,
+    stack: ExitStack,
+    progress: Progress,
+    local: Mapping[str, float],
+) -> Attribution:
+    """Score what the journal does not have, write it there, and conclude."""
+    done = dict(_known(plan, journal))
+    if done:
+        progress.note(f"resumed: {len(done)} of at most {plan.num_forwards} forwards are there already")
+    steps = (plan.num_forwards - len(done)) * len(inputs.sequences)
+    with progress.stage("rounding replicates", total=steps) as bar:
+        return attribute(
+            _Scorer(inputs, contract, stack, bar).score,
+            plan,
+            _sequence_ids(inputs.sequences),
+            done=done.items(),
+            on_scored=lambda replicate, logprobs: journal.append(_row(replicate, logprobs)),
+            local_differing=local,
+        )
+
+
+def _row(replicate: Replicate, logprobs: np.ndarray) -> dict[str, Any]:
+    """A forward as a row of ``replicates.parquet``."""
+    return {
+        "design": replicate.variant.design,
+        "region": replicate.variant.name,
+        "kind": replicate.kind,
+        "replicate": replicate.index,
+        "seed": replicate.seed,
+        "logprobs": logprobs,
+    }
+
+
+def _known(plan: Plan, journal: Journal) -> Iterator[tuple[Replicate, np.ndarray]]:
+    """The journal's forwards as replicates of the plan."""
+    by_name = {(r.variant.design, r.variant.name, r.kind, r.index, r.seed): r for r in plan.replicates()}
+    for row in journal.rows():
+        replicate = by_name.get((row["design"], row["region"], row["kind"], row["replicate"], row["seed"]))
+        if replicate is not None:
+            yield replicate, row["logprobs"]
+
+
+def _identity(options: BisectOptions, inputs: Inputs, contract: str, weights: str) -> dict[str, Any]:
+    """Everything that the replicates depend on. Prompts and model count by their contents, not by how they were named."""
+    named = ("run", "resume", "prompts", "model")
+    found = Path(contract)
+    return {
+        "options": {k: v for k, v in options.to_dict().items() if k not in named},
+        "contract": found.read_text(encoding="utf-8") if contract.endswith(".json") else contract,
+        "tokens": [token_digest(s.token_ids) for s in inputs.sequences],
+        "weights": weights,
+        "trainer": {k: v for k, v in inputs.trainer.manifest().items() if k not in ("model", "given")},
+    }
 
 
 def _products(inputs: Inputs, run: RunWriter, progress: Progress) -> AbstractContextManager[None]:
@@ -113,23 +191,39 @@ class _Scorer:
     def _logprobs(self, replicate: Replicate) -> np.ndarray:
         if replicate.variant != self._variant:
             self._aligned.close()
-            if replicate.variant.aligned:
-                from rpadiag.regions.align import align
-
-                self._aligned.enter_context(
-                    align(
-                        self._inputs.trainer.model,
-                        regions=tuple(layers_by_region(replicate.variant.aligned, self._inputs.facts.num_layers)),
-                        contract=self._contract,
-                    )
-                )
+            self._variant = None
+            self._align(replicate.variant)
             self._variant = replicate.variant
         out = []
         for number, sequence in enumerate(self._inputs.sequences):
-            offsets = _offsets(len(sequence.token_ids), self._inputs.facts.hidden_size, replicate.seed, number)
-            out.append(self._inputs.trainer.forward_with_embedding_offset(sequence.token_ids, offsets).logprob)
+            out.append(self._forward(sequence.token_ids, replicate, number))
             self._bar.advance()
         return np.concatenate(out).astype(np.float64)
+
+    def _align(self, variant: Variant) -> None:
+        from rpadiag.regions.align import align
+
+        groups: dict[tuple[int, ...], list[str]] = {}
+        for region, layers in layers_by_region(variant.aligned, self._inputs.facts.num_layers).items():
+            groups.setdefault(layers, []).append(region)
+        for layers, regions in groups.items():
+            self._aligned.enter_context(
+                align(self._inputs.trainer.model, regions=regions, contract=self._contract, layers=layers)
+            )
+
+    def _forward(self, token_ids: Sequence[int], replicate: Replicate, number: int) -> np.ndarray:
+        trainer = self._inputs.trainer
+        if replicate.kind == "none":
+            return trainer.forward(token_ids).logprob
+        if replicate.kind == "batch":
+            drawn = np.random.default_rng([replicate.seed, number])
+            longer = len(token_ids) + int(drawn.integers(1, 17))
+            rows = [
+                drawn.integers(0, self._inputs.facts.vocab_size, longer).tolist() for _ in range(drawn.integers(1, 4))
+            ]
+            return trainer.forward_padded([token_ids, *rows])[0].logprob
+        offsets = _offsets(len(token_ids), self._inputs.facts.hidden_size, replicate.seed, number)
+        return trainer.forward_with_embedding_offset(token_ids, offsets).logprob
 
 
 def _offsets(num_tokens: int, hidden_size: int, seed: int, number: int) -> Any:
@@ -180,22 +274,3 @@ def _local_picture(options: BisectOptions, inputs: Inputs, run: RunWriter, contr
         )
         run.add_sites(pairing.compare(pair)[1])
     return {region: stats.differing for region, stats in pairing.aggregate.local_by_region().items()}
-
-
-def _verdict(result: Attribution, told: Sequence[Finding]) -> Verdict:
-    each = sorted(result.by_design("each").items(), key=lambda item: -item[1].systematic_sq)
-    seen = [(r, e) for r, e in each if e.detectable]
-    if not result.ranked:
-        sentence = "No answer: the self-control failed, so no region is ranked. Use more replicates or more tokens."
-    elif not seen:
-        chaotic = result.by_design("all")["all"].chaotic_rms
-        sentence = (
-            f"No region's systematic part can be told from zero with {each[0][1].num_replicates} replicates and {each[0][1].num_tokens} tokens; "
-            f"what is left is chaos, {chaotic:.3f} nats rms per token."
-        )
-    else:
-        parts = ", ".join(f"{r} {e.systematic_sq:.1e} ± {e.systematic_sq_se:.1e}" for r, e in seen)
-        hidden = [r for r, e in each if not e.detectable]
-        rest = f"; {', '.join(hidden)} cannot be told from zero" if hidden else ""
-        sentence = f"Systematic divergence comes from {parts} nats²{rest}. Align {seen[0][0]} first."
-    return Verdict(kind="attributed" if result.ranked else "inconclusive", sentence=sentence, evidence=tuple(told))

@@ -21,6 +21,8 @@ ROLLOUTS = ("vllm", "emulated")
 CONTROLS = ("fp32", "none")
 MODES = ("eager", "compiled")
 STACKS = ("trainer", "rollout")
+UNITS = ("region", "layer")
+ATTRIBUTABLE_REGIONS = (*ALIGNABLE_REGIONS, "qk_norm", "attention", "matmul", "lm_head")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
 DEFAULT_CONTRACT = "fp32-output"
 MAX_SEED = 2**32 - 1  # numpy takes no larger one, and vLLM seeds it
@@ -140,19 +142,48 @@ class BisectOptions(ModelOptions):
 
     run:        the directory to write.
     regions:    regions whose part of the divergence is estimated, each alone and all together.
+    by:         what responsibility is assigned to: ``region``, ``layer`` (groups of layers) or ``region,layer``; ``layer:N`` makes N groups.
     contract:   preset or file that an aligned region follows; None is that of eager vLLM on this device.
-    replicates: rounding replicates per arm; the standard error falls with their square root.
+    replicates: rounding replicates of each variant, or the most there may be with ``precision``.
+    precision:  stop when the standard error of the strongest part is below this share of it; None makes all replicates.
+    interactions: a factorial design, for main effects and two-way interactions.
+    confirm:    repeat with a second kind of noise, equivalent batches.
+    resume:     continue the interrupted bisection in ``run``.
     """
 
     run: Path
     regions: tuple[str, ...] = ALIGNABLE_REGIONS
+    by: str = "region"
     contract: str | None = None
     replicates: int = 16
+    precision: float | None = None
+    interactions: bool = False
+    confirm: bool = False
+    resume: bool = False
     attention: str = "sdpa"
+
+    @property
+    def units(self) -> tuple[tuple[str, ...], int | None]:
+        """What responsibility is assigned to, and the number of layer groups where one was given."""
+        units, num_groups = [], None
+        for word in self.by.split(","):
+            name, _, number = word.strip().partition(":")
+            _one_of("unit", name, UNITS)
+            if number:
+                if name != "layer" or not number.isdigit() or int(number) < 1:
+                    raise UsageError(
+                        f"--by {self.by}: {word!r} is not a unit", hint="--by layer:6 makes 6 groups of layers"
+                    )
+                num_groups = int(number)
+            units.append(name)
+        return tuple(dict.fromkeys(units)), num_groups
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_regions(self.regions)
+        check_regions(self.regions, known=ATTRIBUTABLE_REGIONS)
+        _ = self.units  # raises for what is not a unit
+        if self.precision is not None and not 0 < self.precision < 1:
+            raise UsageError(f"--precision must be between 0 and 1, not {self.precision:g}", hint="--precision 0.2")
         if not self.regions:
             raise UsageError("no region to attribute to", hint=f"--regions {','.join(ALIGNABLE_REGIONS)}")
         _at_least("--replicates", self.replicates, 2)  # a variance needs two

@@ -123,7 +123,7 @@ def test_bisect_prints_every_region_with_its_error_and_leaves_with_its_verdict(
     where = tmp_path / "run"
     code = run(["bisect", str(tiny("llama")), str(prompts), "--run", str(where), "--replicates", "4"])
     shown = capsys.readouterr().out
-    for part in ("rope not aligned", "only swiglu aligned", "none aligned", "self-control", "± s.e."):
+    for part in ("left unaligned", "rope", "swiglu", "everything", "self-control", "± s.e.", "decision"):
         assert part in shown
     kind = load(where / "findings.json")["verdict"]["kind"]
     assert code == (2 if kind == "inconclusive" else 0)

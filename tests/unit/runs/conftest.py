@@ -65,6 +65,19 @@ def write_everything(run: RunWriter) -> None:
             }
         ]
     )
+    run.add_effects([{"region": "rope", "metric": "k3_kl", "as_is": 2e-3, "aligned": 1.9e-3, "change": -1e-4}])
+    run.add_replicates(
+        [
+            {
+                "design": "each",
+                "region": "rope",
+                "kind": "ulp",
+                "replicate": 0,
+                "seed": 0,
+                "logprobs": [-1.5, -0.5, -2.0, -1.0],
+            }
+        ]
+    )
     run.set_weights("trainer", {"lm_head.weight": "00ff", "model.norm.weight": "aa"})
     run.set_weights("rollout", {"lm_head.weight": "00ff", "model.norm.weight": "aa"})
     run.set_metrics({"logprob": {"all": {"kl": 0.25, "chi2_seq": float("inf")}}})

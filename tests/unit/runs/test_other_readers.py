@@ -12,11 +12,11 @@ from rpadiag.runs.schema import TABLES, Table
 MakeRun = Callable[..., Run]
 SQL = {
     "int32": "INTEGER", "int64": "BIGINT", "float32": "FLOAT", "float64": "DOUBLE", "bool": "BOOLEAN",
-    "string": "VARCHAR", "list<int32>": "INTEGER[]", "list<int64>": "BIGINT[]",
+    "string": "VARCHAR", "list<int32>": "INTEGER[]", "list<int64>": "BIGINT[]", "list<float64>": "DOUBLE[]",
 }  # fmt: skip
 POLARS = {
     "int32": "Int32", "int64": "Int64", "float32": "Float32", "float64": "Float64", "bool": "Boolean",
-    "string": "String", "list<int32>": "List(Int32)", "list<int64>": "List(Int64)",
+    "string": "String", "list<int32>": "List(Int32)", "list<int64>": "List(Int64)", "list<float64>": "List(Float64)",
 }  # fmt: skip
 
 tables = pytest.mark.parametrize("table", TABLES.values(), ids=TABLES.keys())

@@ -48,7 +48,9 @@ def test_manifest_records_what_the_run_needs_to_be_understood(make_run: MakeRun)
     manifest = make_run().manifest
     assert manifest["status"] == "complete" and manifest["command"] == "compare"
     assert manifest["options"] == {"given": {"seed": 0}, "effective": {"seed": 0}}
-    assert manifest["tables"] == {"prompts": 2, "tokens": 4, "sites": 2, "attribution": 1}
+    assert manifest["tables"] == {
+        "prompts": 2, "tokens": 4, "sites": 2, "attribution": 1, "effects": 1, "replicates": 1,
+    }  # fmt: skip
     assert manifest["tokens"]["num_sequences"] == 2
     assert manifest["weights"]["trainer"]["num_tensors"] == 2
     assert manifest["packages"]["pyarrow"] and manifest["packages"]["numpy"]

@@ -1,0 +1,201 @@
+"""What the checks of an attribution say in plain words, and how its numbers are written."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rpadiag.attribution.attribute import Attribution
+from rpadiag.attribution.resample import FEW_SEQUENCES, Measured
+from rpadiag.findings import Finding
+
+
+def squares(m: Measured) -> str:
+    """A mean square with its error; a plain 0 where nothing differs at all."""
+    if m.value == m.se == 0.0:
+        return "0"
+    return f"{m.value:.1e} ± {m.se:.1e}"
+
+
+def pm(value: float, se: float) -> str:
+    """A value in nats with its error, to the digits that the error allows (two of the error)."""
+    if not np.isfinite(se) or se == 0.0:
+        return f"{value:.2g} ± {se:.1g}"
+    digits = max(0, 1 - int(np.floor(np.log10(se))))
+    return f"{value:.{digits}f} ± {se:.{digits}f}"
+
+
+def share_words(result: Attribution, name: str) -> str:
+    """``78 ± 4 % of the total, ``, or nothing where the total is not above zero."""
+    share = result.shares.get(name)
+    return "" if share is None else f"{100 * share.value:.0f} ± {100 * share.se:.0f} % of the total, "
+
+
+def check_findings(result: Attribution) -> list[Finding]:
+    """The control first; then whatever limits what the numbers can say."""
+    out = [_control(result), _noise(result), _replicated(result), _replicates(result)]
+    if result.num_nonfinite:
+        out.append(
+            Finding(
+                code="nonfinite-logprobs",
+                severity="warning",
+                text=f"{result.num_nonfinite} tokens have a NaN or infinite logprob in some forward and are left out of every number.",
+                numbers={"num_nonfinite": result.num_nonfinite},
+                rank=3,
+            )
+        )
+    num = result.total.num_sequences
+    if 1 < num < FEW_SEQUENCES:
+        out.append(
+            Finding(
+                code="few-sequences",
+                severity="warning",
+                text=f"Standard errors come from {num} sequences, which is few: they have {num - 1} degrees of freedom and are uncertain "
+                f"themselves by about {100 / np.sqrt(2 * (num - 1)):.0f} %. Decisions allow for that; {FEW_SEQUENCES} prompts or more decide better.",
+                numbers={"num_sequences": num},
+                rank=9,
+            )
+        )
+    out += _confirmation(result) + _local(result)
+    return out
+
+
+def _control(result: Attribution) -> Finding:
+    control = result.control
+    figures = f"{squares(control.systematic_sq)} nats², mean {pm(control.mean_shift.value, control.mean_shift.se)} nats (n = {control.num_tokens})"
+    if result.ranked:
+        text = f"Self-control holds: the aligned forward against itself under other noise gives {figures}."
+    elif not np.isfinite(control.systematic_sq.se):
+        text = (
+            f"No standard error: {control.num_tokens} tokens make {control.num_sequences} sequence, and errors come from "
+            "differences between sequences. Parts are not ranked; use more prompts."
+        )
+    else:
+        text = (
+            f"Self-control failed: the aligned forward against itself under other noise gives {figures}, not zero. "
+            "Parts are not ranked; use more replicates or more prompts."
+        )
+    return Finding(
+        code="self-control",
+        severity="info" if result.ranked else "error",
+        text=text,
+        numbers={
+            "systematic_sq": control.systematic_sq.value,
+            "systematic_sq_se": control.systematic_sq.se,
+            "mean_shift": control.mean_shift.value,
+            "mean_shift_se": control.mean_shift.se,
+        },
+        rank=50 if result.ranked else 0,
+    )
+
+
+def _noise(result: Attribution) -> Finding:
+    names = {"reference": "the aligned trainer", "all": "the trainer as it is"}
+    shown = ", ".join(f"{names[c.variant]} {pm(c.mean_shift.value, c.mean_shift.se)}" for c in result.noise)
+    ratio = max(result.noise, key=lambda c: abs(np.log(c.spread_ratio.value)) if c.spread_ratio.value > 0 else 0.0)
+    holds = all(c.holds for c in result.noise)
+    text = (
+        f"The noise itself shifts no mean: perturbed against unperturbed, {shown} nats."
+        if holds
+        else f"The noise itself shifts logprobs: perturbed against unperturbed, {shown} nats. Read mean shifts with that in mind, and confirm with --confirm."
+    )
+    return Finding(
+        code="noise-check",
+        severity="info" if holds else "warning",
+        text=f"{text} The unperturbed forward lies from the mean of the replicates as one draw among them would (ratio of mean squares "
+        f"{pm(ratio.spread_ratio.value, ratio.spread_ratio.se)}, 1 expected).",
+        numbers={f"mean_shift_{c.variant}": c.mean_shift.value for c in result.noise}
+        | {f"mean_shift_{c.variant}_se": c.mean_shift.se for c in result.noise}
+        | {f"spread_ratio_{c.variant}": c.spread_ratio.value for c in result.noise},
+        rank=51 if holds else 9,
+    )
+
+
+def _replicated(result: Attribution) -> Finding:
+    return Finding(
+        code="replicated-stacks",
+        severity="info",
+        text=f"Only the {' and the '.join(result.replicated)} was replicated. The rollout engine is represented by the trainer with every part aligned; "
+        "what the engine does outside these parts, and its own noise, is not in these numbers (rpadiag compare shows it).",
+        numbers={"replicated": list(result.replicated)},
+        rank=52,
+    )
+
+
+def _replicates(result: Attribution) -> Finding:
+    plan = result.plan
+    how = f"{result.num_replicates} replicates of each of {len(plan.variants)} trainers"
+    if plan.precision is None:
+        text = f"{how}; a part is called responsible at the {100 * result.level:g} % level, counted over all {len(plan.parts)} parts."
+    elif result.stopped_early:
+        text = (
+            f"{how}: the error of the strongest part is below {100 * plan.precision:g} % of it, so no more were made."
+        )
+    else:
+        text = f"{how}, the most allowed: the error of the strongest part is still above {100 * plan.precision:g} % of it. Raise --replicates."
+    return Finding(
+        code="replicates",
+        severity="info" if plan.precision is None or result.stopped_early else "notice",
+        text=text,
+        numbers={
+            "num_replicates": result.num_replicates,
+            "num_forwards": result.num_forwards,
+            "level": result.level,
+            "precision": plan.precision,
+        },
+        rank=53,
+    )
+
+
+def _confirmation(result: Attribution) -> list[Finding]:
+    if not result.confirmations:
+        return []
+    if any(c.changes_nothing for c in result.confirmations):
+        text = (
+            "The second kind of noise, equivalent batches, changes no logprob here: batching is exact on this device, so it confirms nothing. "
+            "Another sequence length, device or attention implementation may."
+        )
+        return [Finding(code="confirmation", severity="notice", text=text, rank=13)]
+    differ = [c for c in result.confirmations if not c.agrees]
+    shown = "; ".join(
+        f"{c.name} {squares(c.first)} and {squares(c.second)}"
+        + (f", correlation {pm(c.correlation.value, c.correlation.se)}" if np.isfinite(c.correlation.value) else "")
+        for c in result.confirmations
+    )
+    lead = (
+        f"The second kind of noise, equivalent batches, does not confirm {', '.join(c.name for c in differ)}"
+        if differ
+        else "The second kind of noise, equivalent batches, confirms the first"
+    )
+    return [
+        Finding(
+            code="confirmation",
+            severity="warning" if differ else "info",
+            text=f"{lead} (systematic part in nats² under each): {shown}.",
+            numbers={c.name: c.difference.value for c in result.confirmations},
+            rank=9 if differ else 13,
+        )
+    ]
+
+
+def _local(result: Attribution) -> list[Finding]:
+    if not result.local:
+        return []
+    differ = [a for a in result.local.values() if not a.agrees]
+    shown = "; ".join(
+        f"{a.name} slope {pm(a.slope.value, a.slope.se)}, predicted {squares(a.predicted_sq)} nats²"
+        for a in result.local.values()
+    )
+    lead = (
+        f"First-order local evidence disagrees with the replicates on {', '.join(a.name for a in differ)}"
+        if differ
+        else "First-order local evidence agrees with the replicates"
+    )
+    return [
+        Finding(
+            code="local-evidence",
+            severity="notice" if differ else "info",
+            text=f"{lead} (slope 1 expected): {shown}.",
+            numbers={a.name: a.slope.value for a in result.local.values()},
+            rank=14,
+        )
+    ]
