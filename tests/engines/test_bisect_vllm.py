@@ -1,0 +1,76 @@
+"""The zero-noise test bed: the real vLLM CPU engine, whose floors are exactly zero here, and one mismatch.
+
+The trainer is brought to the engine's bits in everything but two regions, one of which the two stacks compute alike. Against the
+engine's own logprobs the attribution has to find exactly the other one, without replicates and without a tolerance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rpadiag.attribution.design import parts_of, replicates_of, variants_of
+from rpadiag.engines.base import TokenSequence
+from rpadiag.engines.switches import TrainerSwitches
+from rpadiag.engines.trainer import TrainerEngine
+from rpadiag.engines.vllm import VllmEngine
+from rpadiag.regions.presets import vllm_cpu_preset
+from rpadiag.workflows.bisect_score import PrefixScorer
+
+TEXTS = (
+    "Continents move a few centimetres a year, about as fast as fingernails grow, and nobody believed it at first.",
+    "def gcd(a, b):\n    while b:\n        a, b = b, a % b\n    return a\n",
+)
+NUM_TOKENS = 16
+MISMATCHES = ("rope", "rmsnorm", "attention")
+ALL = (*MISMATCHES, "swiglu", "matmul")
+
+
+@pytest.fixture(scope="module")
+def trainer(smollm2: Path) -> Iterator[TrainerEngine]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the engine's matrix products run on one thread, and the split decides their order
+    yield TrainerEngine.load(smollm2)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def engine(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
+    log = tmp_path_factory.mktemp("bed") / "vllm.log"
+    with VllmEngine.start(smollm2, dtype="bfloat16", log_path=log, max_model_len=64) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def sequences(trainer: TrainerEngine) -> list[TokenSequence]:
+    ids = [tuple(trainer.tokenizer(text)["input_ids"][:NUM_TOKENS]) for text in TEXTS]
+    return [TokenSequence(prompt=i, token_ids=x, num_prompt_tokens=NUM_TOKENS) for i, x in enumerate(ids)]
+
+
+@pytest.fixture(scope="module")
+def rollout(engine: VllmEngine, sequences: list[TokenSequence]) -> np.ndarray:
+    scored = engine.score(sequences)
+    batched = engine.score(sequences, together=True)
+    assert all(np.array_equal(a.scores.logprob, b.scores.logprob) for a, b in zip(scored, batched, strict=True))
+    return np.concatenate([r.scores.logprob for r in scored]).astype(np.float64)
+
+
+@pytest.mark.parametrize("mismatch", MISMATCHES)
+def test_exactly_the_one_mismatch_with_the_real_engine_is_found(
+    trainer: TrainerEngine, engine: VllmEngine, sequences: list[TokenSequence], rollout: np.ndarray, mismatch: str
+) -> None:
+    parts = parts_of((mismatch, "swiglu"))
+    variants = [v for v in variants_of(parts) if v.design in ("reference", "each")]
+    asked = list(replicates_of(variants, [0], seed=0, kind="none"))
+    with engine.attention(NUM_TOKENS) as attend:
+        switches = TrainerSwitches(trainer.model, contract=vllm_cpu_preset("bfloat16"), attention=attend)
+        # The inner switches of a scorer and the outer ones that hold everything else must not meet in a region.
+        with switches.aligned(dict.fromkeys(r for r in ALL if r not in (mismatch, "swiglu"))):
+            scored = {r.variant.name: x for r, x in PrefixScorer(trainer, sequences, switches, fill=False)(asked)}
+    assert np.array_equal(scored["reference"], rollout)
+    assert np.array_equal(scored["swiglu"], rollout)  # both stacks round silu alike: nothing is planted there
+    assert np.abs(scored[mismatch] - rollout).mean() > 1e-3
