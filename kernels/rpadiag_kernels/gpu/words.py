@@ -8,6 +8,38 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+_DISTANCE = tl.constexpr("""{
+.reg .b32 x, d;
+lop3.b32 x, $2, $3, 0x7FFF7FFF, 0x80;
+sub.s32 d, $1, $2;
+mad.lo.s32 $0, x, 2, d;
+}""")
+_MAXIMUM = tl.constexpr("""{
+.reg .b32 s, t;
+max.u16x2 s, $4, $8;
+max.u16x2 t, $5, $10;
+mov.b32 $2, $6;
+mov.b32 $3, $7;
+max.u16x2 $0, s, $9;
+max.u16x2 $1, t, $11;
+}""")
+_FLAGS = tl.constexpr("""{
+.reg .b32 x;
+lop3.b32 x, $2, $3, 0x04000400, 0xE4;
+lop3.b32 $0, $1, x, 0x000F000F, 0xE4;
+}""")
+_ABS_BF16 = tl.constexpr("abs.bf16x2 $0, $1;")
+_ABS_F16 = tl.constexpr("abs.f16x2 $0, $1;")
+_DIFFERENCE = """{
+.reg .b32 s, t;
+sub.rn.TYPE s, $2, $3;
+sub.rn.TYPE t, $2, s;
+sub.rn.TYPE $1, t, $3;
+mov.b32 $0, s;
+}"""
+_DIFFERENCE_BF16 = tl.constexpr(_DIFFERENCE.replace("TYPE", "bf16x2"))
+_DIFFERENCE_F16 = tl.constexpr(_DIFFERENCE.replace("TYPE", "f16x2"))
+
 
 @triton.jit
 def _asm(code: tl.constexpr, a, b):
@@ -34,15 +66,17 @@ def _minimum(x, limit: tl.constexpr, WIDE: tl.constexpr, INTERPRET: tl.constexpr
 
 @triton.jit
 def _maximum(x, y, WIDE: tl.constexpr, INTERPRET: tl.constexpr):
-    """Unsigned maximum of each element."""
+    """Unsigned maximum of each element of ``y``, taken into ``x``; as whole tensors, not element by element."""
     if WIDE:
         return tl.maximum(x.to(tl.uint32, bitcast=True), y.to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
     elif INTERPRET:
         x_low, x_high = _halves(x)
         y_low, y_high = _halves(y)
         return tl.maximum(x_low, y_low) | (tl.maximum(x_high, y_high) << 16)
-    else:
-        return _asm("max.u16x2 $0, $1, $2;", x, y)
+    else:  # maxima of three are one instruction
+        return tl.inline_asm_elementwise(
+            _MAXIMUM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [x, y], dtype=tl.int32, is_pure=True, pack=4
+        )
 
 
 @triton.jit
@@ -57,9 +91,16 @@ def _compare_scalar(a, b, SIGN: tl.constexpr):
 
 
 @triton.jit
+def _magnitude(x, LP: tl.constexpr):
+    """Both halves without their signs; as float operations, which leave the logic unit alone."""
+    code: tl.constexpr = _ABS_BF16 if LP == 0 else _ABS_F16
+    return tl.inline_asm_elementwise(code, "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
 def _compare(a, b, LP: tl.constexpr, INTERPRET: tl.constexpr):
-    """Per element: the larger and the smaller magnitude, each with the sign bit set where the signs differ; a mask: the
-    signs differ and neither is zero; then |b| > |a| and b > a, as 16-bit floats 1 or 0 (masks where not packed)."""
+    """Per element: the larger and the smaller magnitude, each with the sign bit set where the signs differ; then masks: the
+    signs differ and neither is zero; |b| > |a|; b > a."""
     if LP == 2:
         return _compare_scalar(a, b, -0x80000000)
     elif INTERPRET:
@@ -76,87 +117,79 @@ def _compare(a, b, LP: tl.constexpr, INTERPRET: tl.constexpr):
             hi = _asm("max.xorsign.abs.bf16x2 $0, $1, $2;", a, b)
             lo = _asm("min.xorsign.abs.bf16x2 $0, $1, $2;", a, b)
             flipped = _asm("set.lt.u32.bf16x2 $0, $1, $2;", lo, tl.zeros(a.shape, tl.int32))
-            grown = _asm("{.reg .b32 x, y; abs.bf16x2 x, $1; abs.bf16x2 y, $2; set.gt.bf16x2.bf16x2 $0, x, y;}", b, a)
-            up = _asm("set.gt.bf16x2.bf16x2 $0, $1, $2;", b, a)
+            grown = _asm("set.gt.u32.bf16x2 $0, $1, $2;", _magnitude(hi, LP), _magnitude(a, LP))
+            up = _asm("set.gt.u32.bf16x2 $0, $1, $2;", b, a)
         else:
             hi = _asm("max.xorsign.abs.f16x2 $0, $1, $2;", a, b)
             lo = _asm("min.xorsign.abs.f16x2 $0, $1, $2;", a, b)
             flipped = _asm("set.lt.u32.f16x2 $0, $1, $2;", lo, tl.zeros(a.shape, tl.int32))
-            grown = _asm("{.reg .b32 x, y; abs.f16x2 x, $1; abs.f16x2 y, $2; set.gt.f16x2.f16x2 $0, x, y;}", b, a)
-            up = _asm("set.gt.f16x2.f16x2 $0, $1, $2;", b, a)
+            grown = _asm("set.gt.u32.f16x2 $0, $1, $2;", _magnitude(hi, LP), _magnitude(a, LP))
+            up = _asm("set.gt.u32.f16x2 $0, $1, $2;", b, a)
         return hi, lo, flipped, grown, up
 
 
 @triton.jit
-def _add_packed(x, y, LP: tl.constexpr):
-    """Sum of words of two 16-bit floats."""
-    return _asm("add.rn.bf16x2 $0, $1, $2;" if LP == 0 else "add.rn.f16x2 $0, $1, $2;", x, y)
-
-
-@triton.jit
-def _fma_packed(x, y, z, LP: tl.constexpr):
-    """x * y + z of words of two 16-bit floats."""
-    code: tl.constexpr = "fma.rn.bf16x2 $0, $1, $2, $3;" if LP == 0 else "fma.rn.f16x2 $0, $1, $2, $3;"
-    return tl.inline_asm_elementwise(code, "=r,r,r,r", [x, y, z], dtype=tl.int32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _both(x, WIDE: tl.constexpr):
-    """The elements of each word added as integers."""
-    if WIDE:
-        return x
+def _distance(hi, lo, flipped, WIDE: tl.constexpr, INTERPRET: tl.constexpr):
+    """Distance on the ordered line, of what :func:`_compare` gives."""
+    if WIDE or INTERPRET:
+        rest: tl.constexpr = 0x7FFFFFFF if WIDE else 0x7FFF7FFF
+        return (hi - lo) + ((lo & flipped & rest) << 1)
     else:
-        return (x & 0xFFFF) + ((x >> 16) & 0xFFFF)
+        return tl.inline_asm_elementwise(_DISTANCE, "=r,r,r,r", [hi, lo, flipped], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
-def _add_directions(directions, clipped, flipped, grown, up, LP: tl.constexpr, PLAIN: tl.constexpr):
-    """Count b > a, |b| > |a| without a change of sign, and changes of sign; add up the clipped distances of each and of
-    all. In packed 16-bit floats, the changes of sign negative; ``PLAIN``: from masks, as integers."""
-    num_up, sum_up, num_away, sum_away, num_flipped, sum_flipped, sum_all = directions
-    if PLAIN:
-        wide: tl.constexpr = LP == 2
-        one: tl.constexpr = 1 if LP == 2 else 0x10001
-        away = grown & ~flipped
-        return (
-            num_up + _both(up & one, wide), sum_up + _both(clipped & up, wide),
-            num_away + _both(away & one, wide), sum_away + _both(clipped & away, wide),
-            num_flipped - _both(flipped & one, wide), sum_flipped - _both(clipped & flipped, wide),
-            sum_all + _both(clipped, wide),
-        )  # fmt: skip
+def _directions(flipped, grown):
+    """Bytes per element: -1 where the sign changes; -2 where it does not and the magnitude grows; else 0."""
+    return flipped | (grown & -0x01010102)
+
+
+@triton.jit
+def _flags(clipped, up, directions, INTERPRET: tl.constexpr):
+    """Bits 0 to 3 of each element: the clipped distance; bit 8: the sign changes; 9: so, or the magnitude grows; 10: up."""
+    if INTERPRET:
+        return (clipped & 0x000F000F) | (directions & 0x03000300) | (up & 0x04000400)
     else:
-        minus_one: tl.constexpr = -0x407F4080 if LP == 0 else -0x43FF4400
-        minus_flipped = flipped & minus_one
-        away = _fma_packed(grown, minus_flipped, grown, LP)
-        return (
-            _add_packed(num_up, up, LP), _fma_packed(clipped, up, sum_up, LP),
-            _add_packed(num_away, away, LP), _fma_packed(clipped, away, sum_away, LP),
-            _add_packed(num_flipped, minus_flipped, LP), _fma_packed(clipped, minus_flipped, sum_flipped, LP),
-            _add_packed(sum_all, clipped, LP),
-        )  # fmt: skip
+        # Two three-input operations; the bits that nobody counts are noise.
+        return tl.inline_asm_elementwise(
+            _FLAGS, "=r,r,r,r", [clipped, up, directions], dtype=tl.int32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
 def _thermometer(u, WIDE: tl.constexpr, INTERPRET: tl.constexpr):
-    """A bit per k in each element, set when u >= 2^k; in reversed order (see :func:`_bit_of`)."""
+    """A bit per k in each element, set when u >= 2^k: bit 31 - k of a float32, 15 - k of a half. (Halves change places.)
+
+    In reversed order, that is every bit from the lowest set one up: x | -x, with -x = ~(x - 1)."""
     if INTERPRET:
-        field: tl.constexpr = -1 if WIDE else 0x7FFF7FFF
-        u = u | ((u >> 1) & (0x7FFFFFFF if WIDE else 0x7FFF7FFF) & field)
+        u = u | ((u >> 1) & (0x7FFFFFFF if WIDE else 0x7FFF7FFF))
         u = u | ((u >> 2) & (0x3FFFFFFF if WIDE else 0x3FFF3FFF))
         u = u | ((u >> 4) & (0x0FFFFFFF if WIDE else 0x0FFF0FFF))
         u = u | ((u >> 8) & (0x00FFFFFF if WIDE else 0x00FF00FF))
         if WIDE:
             u = u | ((u >> 16) & 0x0000FFFF)
-        return u
+        code = tl.zeros(u.shape, tl.int32)
+        for k in tl.static_range(32 if WIDE else 16):
+            code = code | (((u >> k) & (1 if WIDE else 0x10001)) << ((31 if WIDE else 15) - k))
+        return code
     else:
-        u = tl.inline_asm_elementwise("brev.b32 $0, $1;", "=r,r", [u], dtype=tl.int32, is_pure=True, pack=1)
-        u = u | ((u << 1) & (-1 if WIDE else -0x10002))
-        u = u | ((u << 2) & (-1 if WIDE else -0x30004))
-        u = u | ((u << 4) & (-1 if WIDE else -0xF0010))
-        u = u | ((u << 8) & (-1 if WIDE else -0xFF0100))
+        reversed_u = tl.inline_asm_elementwise("brev.b32 $0, $1;", "=r,r", [u], dtype=tl.int32, is_pure=True, pack=1)
         if WIDE:
-            u = u | (u << 16)
-        return u
+            before = reversed_u - 1
+        else:
+            before = _asm("add.u16x2 $0, $1, $2;", reversed_u, tl.full(u.shape, -1, tl.int32))
+        return reversed_u | ~before
+
+
+@triton.jit
+def _signed_difference(a, hi, lo, up, LP: tl.constexpr):
+    """Words (x, s, e) of 16-bit floats with s + e = |b - a| and x * (s + e) = a * (b - a), exactly: s is the rounded
+    difference of the magnitudes and e what the rounding lost."""
+    code: tl.constexpr = _DIFFERENCE_BF16 if LP == 0 else _DIFFERENCE_F16
+    s, e = tl.inline_asm_elementwise(
+        code, "=r,=r,r,r", [_magnitude(hi, LP), lo], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+    )
+    return a ^ (~up & -0x7FFF8000), s, e
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from aligned_models import WAYS, assert_same, make_model
 
 import rpadiag
 from rpadiag.regions.ops import kernels_installed
+from rpadiag.regions.presets import PRESETS
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -48,7 +50,17 @@ def test_kernels_and_references_give_one_model(preset: str, region: str) -> None
         assert_same(expected, step(model))
 
 
-@pytest.mark.parametrize("preset", WAYS)
+NATIVE_WAYS = [way for way in WAYS if getattr(PRESETS[way].regions.get("rmsnorm"), "reduction", "native") == "native"]
+
+
+def test_kernels_refuse_another_order_of_addition() -> None:
+    (other,) = set(WAYS) - set(NATIVE_WAYS)
+    model = model_on_gpu("llama")
+    with rpadiag.align(model, contract=other, kernels="triton"), pytest.raises(ValueError, match="reduction=native"):
+        step(model)
+
+
+@pytest.mark.parametrize("preset", NATIVE_WAYS)
 def test_kernels_run_twice_and_under_checkpointing_give_the_same_bits(preset: str) -> None:
     model = model_on_gpu("llama")
     with rpadiag.align(model, contract=preset, kernels="triton"):
@@ -58,13 +70,33 @@ def test_kernels_run_twice_and_under_checkpointing_give_the_same_bits(preset: st
         assert_same(expected, step(model))
 
 
-@pytest.mark.parametrize("preset", ["fp32-output", "vllm-eager"])
-def test_kernels_stay_whole_under_torch_compile(preset: str) -> None:
+def operators_in(graphs: list[Any]) -> set[str]:
+    """Names of the rpadiag operators in captured graphs."""
+    return {str(n.target) for graph in graphs for n in graph.nodes if str(n.target).startswith("rpadiag.")}
+
+
+@pytest.mark.parametrize("preset", [None, "fp32-output", "vllm-eager"])
+def test_kernels_stay_whole_under_torch_compile(preset: str | None) -> None:
+    """Bits of logits and gradients, with eager attention: compiled, transformers hands SDPA another mask, and the gradients of
+    the unaligned model differ too."""
+    from torch._dynamo.backends.common import aot_autograd
+
     model = model_on_gpu("llama")
-    with rpadiag.align(model, contract=preset, kernels="triton"):
+    model.set_attn_implementation("eager")
+    graphs: list[Any] = []
+
+    def keep(module: Any, inputs: Any) -> Any:
+        graphs.append(module.graph)
+        return module.forward
+
+    with nullcontext() if preset is None else rpadiag.align(model, contract=preset, kernels="triton"):
         expected = step(model)
-        torch._dynamo.reset()
-        assert_same(expected, step(model, torch.compile(model, backend="aot_eager")))
+        for backend in ("eager", aot_autograd(fw_compiler=keep, bw_compiler=keep)):
+            torch._dynamo.reset()
+            assert_same(expected, step(model, torch.compile(model, backend=backend)))
+    regions = {"rmsnorm", "rope", "swiglu"}
+    whole = {f"rpadiag.{region}{way}.default" for region in regions for way in ("", "_backward")}
+    assert operators_in(graphs) == (set() if preset is None else whole)
 
 
 def test_undo_on_a_gpu_brings_every_bit_back() -> None:
