@@ -71,13 +71,18 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write ``text`` beside ``path``, flush it to disk, then give it its name; OSError passes through."""
+    """Write ``text`` beside ``path``, flush it to disk, then give it its name; OSError passes through and leaves nothing."""
     part = path.with_name(f"{path.name}.part")
-    with open(part, "w", encoding="utf-8") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(part, path)
+    try:
+        with open(part, "w", encoding="utf-8") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(part, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
 
 
 def _sync_directory(path: Path) -> None:

@@ -26,7 +26,7 @@ from rpadiag.runs import RunWriter, token_digest, weights_digest
 from rpadiag.runs.journal import Journal, journaled_run
 from rpadiag.workflows.compare_rows import prompt_row
 from rpadiag.workflows.control import subset
-from rpadiag.workflows.inputs import Inputs, load_inputs
+from rpadiag.workflows.inputs import Inputs, check_model, load_inputs
 from rpadiag.workflows.options import BisectOptions
 from rpadiag.workflows.progress import SILENT, Progress, Stage
 from rpadiag.workflows.rollout import default_preset
@@ -54,6 +54,7 @@ def run_bisect(
 
     With ``options.resume`` the run that an interrupted bisection left there is continued.
     """
+    check_model(options, progress)
     with (
         journaled_run(options.run, command="bisect", options=options.to_dict(), given=given, resume=options.resume) as (
             run,

@@ -65,7 +65,10 @@ def run_fingerprint(options: FingerprintOptions, progress: Progress = SILENT) ->
         try:
             write_atomically(path, dump_json(content))
         except OSError as error:
-            raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+            raise InputError(
+                f"cannot write {path}: {error.strerror or error}",
+                hint="free some space, or write elsewhere with --output",
+            ) from error
     return FingerprintResult(findings=tuple(_findings(summaries, found, source.label)), content=content, path=path)
 
 

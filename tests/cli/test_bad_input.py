@@ -162,6 +162,15 @@ def test_option_that_means_nothing_is_refused_before_the_model_is_looked_at(
     assert said in refused("no/model/at/all", prompts, *arguments)
 
 
+def test_bisect_begins_no_run_for_a_model_that_is_not_there(
+    tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = tmp_path / "run"
+    assert run(["bisect", str(tmp_path / "none"), str(prompts), "--run", str(where)]) == 2
+    assert f"error: no model at {tmp_path / 'none'}" in capsys.readouterr().err
+    assert not where.exists()
+
+
 def test_fingerprint_of_no_region_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["fingerprint", str(tmp_path), "--regions", ""]) == 2
     assert "error: no region to fingerprint\nhint: --regions rope" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from run_parts import start, status, token_columns
 
 from rpadiag.errors import InputError
 from rpadiag.runs import Run, RunWriter, open_run
-from rpadiag.runs.writer import ROWS_PER_GROUP
+from rpadiag.runs.writer import ROWS_PER_GROUP, write_atomically
 
 MakeRun = Callable[..., Run]
 
@@ -34,6 +34,13 @@ def test_a_complete_run_is_refused_and_left_alone(make_run: MakeRun) -> None:
     with pytest.raises(InputError, match="it holds a run with status complete"):
         start(run.path)
     assert open_run(run.path).manifest == run.manifest
+
+
+def test_a_file_that_cannot_take_its_name_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "taken.json").mkdir()
+    with pytest.raises(OSError):
+        write_atomically(tmp_path / "taken.json", "{}")
+    assert [p.name for p in tmp_path.iterdir()] == ["taken.json"]
 
 
 def test_an_empty_directory_and_missing_parents_are_fine(tmp_path: Path) -> None:
