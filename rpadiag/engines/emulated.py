@@ -92,13 +92,16 @@ class EmulatedEngine:
         sites: Sequence[str] = (),
         bundle_dir: str | Path | None = None,
         num_generate: int = 0,
+        decode: bool = False,
         together: bool = False,
         temperature: float = 1.0,
+        top_p: float = 1.0,
         seed: int | None = None,
         on_finished: Callable[[int], None] | None = None,
     ) -> list[RolloutResult]:
         """As :meth:`rpadiag.engines.vllm.VllmEngine.score`; generated tokens are scored in one forward, not as sampled.
 
+        decode: makes no difference, for that reason.
         together: a right-padded batch, which cannot capture sites.
         """
         if together and (sites or num_generate):
@@ -112,7 +115,7 @@ class EmulatedEngine:
         with self._bundle(bundle_dir) as writer:
             for index, given in enumerate(sequences):
                 seeded = (self._seed if seed is None else seed) + index
-                sequence = self._extended(given, num_generate, temperature, seeded) if num_generate else given
+                sequence = self._extended(given, num_generate, temperature, top_p, seeded) if num_generate else given
                 if writer is not None:
                     writer.begin(index)
                 scores = self._trainer.forward(
@@ -178,7 +181,9 @@ class EmulatedEngine:
                 self._finish(index, result, writer, on_finished)
         return results
 
-    def _extended(self, given: TokenSequence, num_generate: int, temperature: float, seed: int) -> TokenSequence:
+    def _extended(
+        self, given: TokenSequence, num_generate: int, temperature: float, top_p: float, seed: int
+    ) -> TokenSequence:
         """The sequence with ``num_generate`` sampled tokens (the most likely ones at temperature 0)."""
         ids = list(given.token_ids)
         generator = torch.Generator().manual_seed(seed)
@@ -193,10 +198,20 @@ class EmulatedEngine:
                 if temperature == 0:
                     token = int(logits.argmax())
                 else:
-                    token = int(torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator))
+                    chances = _nucleus(torch.softmax(logits / temperature, -1), top_p)
+                    token = int(torch.multinomial(chances, 1, generator=generator))
                 ids.append(token)
                 feed = [token]
         return TokenSequence(prompt=given.prompt, token_ids=tuple(ids), num_prompt_tokens=len(given.token_ids))
+
+
+def _nucleus(chances: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Probabilities [V] with those outside the smallest set that holds ``top_p`` set to 0; not normalised."""
+    if top_p >= 1.0:
+        return chances
+    ordered, order = chances.sort(descending=True)
+    outside = ordered.cumsum(-1) - ordered >= top_p
+    return chances.masked_fill(outside[order.argsort()], 0.0)
 
 
 def _result(sequence: TokenSequence, scores: TokenScores) -> RolloutResult:

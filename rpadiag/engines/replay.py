@@ -8,7 +8,6 @@ receives. So whatever patched the model (an alignment, a planted mistake) is wha
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -338,14 +337,22 @@ def _replay_experts(
     """expert_out from the normalised input and the router's logits: the router's own choice among given logits."""
     hidden, logits = inputs
     router: Any = places.module("router")
-    stand_in = copy.copy(router)
-    # the logits pass the router's own product unchanged
-    eye = torch.eye(logits.shape[-1], dtype=logits.dtype, device=logits.device)
-    stand_in.__dict__ = router.__dict__ | {"_parameters": {"weight": nn.Parameter(eye, requires_grad=False)}}
-    stand_in.hidden_dim = logits.shape[-1]
-    chosen = stand_in(logits[0])
+    with _transparent(router, logits):
+        chosen = router(logits[0])
     with replaced({router: _answer(chosen)}):
         return _until_reached(places.mlp, hidden)
+
+
+@contextlib.contextmanager
+def _transparent(router: Any, logits: torch.Tensor) -> Iterator[None]:
+    """While the block runs, the router's product hands its input on, so that it chooses among given logits."""
+    weight, width = router._parameters["weight"], router.hidden_dim
+    eye = torch.eye(logits.shape[-1], dtype=logits.dtype, device=logits.device)
+    router._parameters["weight"], router.hidden_dim = nn.Parameter(eye, requires_grad=False), logits.shape[-1]
+    try:
+        yield
+    finally:
+        router._parameters["weight"], router.hidden_dim = weight, width
 
 
 _NORM_POINTS = ("input_norm", "post_norm", "final_norm")

@@ -175,30 +175,38 @@ class VllmEngine:
         sites: Sequence[str] = (),
         bundle_dir: str | Path | None = None,
         num_generate: int = 0,
+        decode: bool = False,
         together: bool = False,
         temperature: float = 1.0,
+        top_p: float = 1.0,
         seed: int | None = None,
         on_finished: Callable[[int], None] | None = None,
     ) -> list[RolloutResult]:
         """Score every token but the first of each sequence, and capture ``sites`` into a bundle.
 
         num_generate: let vLLM sample this many tokens after each sequence, past any end-of-text token.
+        decode: prefill each sequence's prompt and decode the rest of it, step by step, as if those tokens had been sampled.
         together: all sequences in one packed batch; else one call each, which does not depend on the others.
-        temperature: of sampling only; the scores are those of temperature 1.
+        temperature, top_p: of sampling only; the scores are raw, those of temperature 1 and all tokens, unless the engine was
+            started with another logprobs_mode.
         seed: of sampling; sequence i uses seed + i, except that a CPU samples a packed batch from one seed. By default
             the engine's.
         bundle_dir: new directory; None keeps no captures. on_finished: called with each index as it finishes.
         """
         if not sequences:
             return []
+        if decode and num_generate:
+            raise UsageError("decode runs over given tokens, num_generate samples others: ask for one of them")
         self._check(sequences, sites, num_generate)
         message = {
             "do": "score",
             "sequences": [{"token_ids": s.token_ids, **_identity(s)} for s in sequences],
             "sites": list(sites),
             "num_generate": num_generate,
+            "decode": decode,
             "together": together,
             "temperature": temperature,
+            "top_p": top_p,
             "seed": self._request["arguments"]["seed"] if seed is None else seed,
             "meta": self.manifest(),
         }

@@ -43,13 +43,17 @@ class Slice:
 
 @dataclass(kw_only=True)
 class _Open:
-    """A sequence being captured. entropy and argmax have one element per row of logits, [T]."""
+    """A sequence being captured. entropy and argmax have one element per row of logits, [T].
+
+    given: tokens that its decode steps take in place of those that vLLM samples; None leaves vLLM its own.
+    """
 
     writer: SequenceWriter
     token_ids: list[int]
     num_prompt_tokens: int
     num_rows: int  # rows fed so far
     max_rows: int
+    given: list[int] | None = None
     positions: list[torch.Tensor] = field(default_factory=list)
     entropy: torch.Tensor
     argmax: torch.Tensor
@@ -124,8 +128,14 @@ class Recorder:
         num_ranks = runner.vllm_config.parallel_config.tensor_parallel_size
         self._widths = shard_widths(self._family, self._facts, num_ranks)
 
-    def begin(self, sequence: int, token_ids: list[int], num_generate: int) -> None:
-        """Expect a sequence: its prompt, then ``num_generate`` tokens that vLLM samples and is fed."""
+    def begin(self, sequence: int, token_ids: list[int], num_generate: int, given: list[int] | None = None) -> None:
+        """Expect a sequence: its prompt, then ``num_generate`` tokens that vLLM samples, or the ``given`` ones, and is fed."""
+        if given is not None and not hasattr(getattr(self.runner, "sampler", None), "sample"):
+            raise CaptureError(
+                "this vLLM cannot be made to decode given tokens",
+                detail=f"the sampler of {type(self.runner).__name__} has no method sample",
+                hint="leave out --generate",
+            )
         rows = len(token_ids) + num_generate
         self._open[sequence] = _Open(
             writer=self.bundle.begin(sequence),
@@ -133,6 +143,7 @@ class Recorder:
             num_prompt_tokens=len(token_ids),
             num_rows=0,
             max_rows=rows,
+            given=given,
             entropy=torch.full((rows,), torch.nan),
             argmax=torch.full((rows,), -1, dtype=torch.int32),
         )
@@ -156,6 +167,8 @@ class Recorder:
         self._wrap(self.runner, "execute_model", before=self._on_scheduled)
         if hasattr(self.runner, "prepare_inputs"):  # the second model runner keeps its batch local
             self._wrap(self.runner, "prepare_inputs", after=self._on_batch)
+        if hasattr(getattr(self.runner, "sampler", None), "sample"):
+            self._wrap(self.runner.sampler, "sample", after=self._on_sampled)
         model = self.model
         self._hook(model.register_forward_pre_hook(self._on_forward, with_kwargs=True))
         self._hook(model.register_forward_hook(self._on_hidden))
@@ -336,6 +349,17 @@ class Recorder:
                     opened.writer.append(site, rows, row=piece.row)
         except RpadiagError as error:
             self.error = error
+
+    def _on_sampled(self, result: Any, **_: Any) -> None:
+        """Put given tokens in place of the sampled ones, before vLLM looks up their logprobs.
+
+        result: (sampled [requests], ...) of either runner's sampler, in the order of the step's requests.
+        """
+        for index, piece in enumerate(self._slices or ()):
+            opened = self._open[piece.sequence]
+            step = opened.num_rows - opened.num_prompt_tokens
+            if opened.given is not None and 0 <= step < len(opened.given):
+                result[0][index] = opened.given[step]
 
     # -- logits ------------------------------------------------------------------------------------
 

@@ -144,19 +144,26 @@ class Host:
         sites: list[str],
         directory: str,
         num_generate: int,
+        decode: bool,
         together: bool,
         temperature: float,
+        top_p: float,
         seed: int,
         meta: dict[str, Any],
     ) -> None:
         """Score sequences, and capture ``sites`` of them, into a new bundle."""
-        order = [[i] for i in range(len(sequences))] if not together else self._groups(sequences, num_generate)
+        if decode:
+            sequences = [{**s, "given": s["token_ids"][s["num_prompt_tokens"] :]} for s in sequences]
+            sequences = [{**s, "token_ids": s["token_ids"][: s["num_prompt_tokens"]]} for s in sequences]
+        longest = max((len(s.get("given", ())) for s in sequences), default=0) + num_generate
+        order = [[i] for i in range(len(sequences))] if not together else self._groups(sequences, longest)
+        sampling = {"temperature": temperature, "top_p": top_p}
         with BundleWriter(directory, meta) as bundle:
             recorder = self._workers.recorder(bundle, sites, self._family, self._model_facts)
             try:
                 recorder.attach()
                 for group in order:
-                    self._run(recorder, {i: sequences[i] for i in group}, num_generate, temperature, seed)
+                    self._run(recorder, {i: sequences[i] for i in group}, num_generate, sampling, seed)
                 recorder.check_fired()
             finally:
                 recorder.detach()
@@ -180,27 +187,30 @@ class Host:
         recorder: Recorder | ShardedRecorder,
         group: Mapping[int, dict[str, Any]],
         num_generate: int,
-        temperature: float,
+        sampling: Mapping[str, float],
         seed: int,
     ) -> None:
         """Run one call's sequences. One token more than asked for is sampled, and never fed.
 
-        So every token of a sequence is fed, and each site has one row per token.
+        So every token of a sequence is fed, and each site has one row per token. A sequence with ``given`` tokens decodes
+        those in place of sampled ones.
         """
         import torch
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         # On a CPU a request's own generator dies in a prompt that is split over steps, so there the seed is global.
-        own_seeds = num_generate > 0 and temperature > 0 and self._device != "cpu"
+        own_seeds = num_generate > 0 and sampling["temperature"] > 0 and self._device != "cpu"
         torch.manual_seed(seed + min(group))
         engine = self._engine
         for index, sequence in group.items():
             ids = sequence["token_ids"]
-            recorder.begin(index, ids, num_generate)
+            given = sequence.get("given")
+            steps = num_generate + len(given or ())
+            recorder.begin(index, ids, steps, given)
             parameters = SamplingParams(
-                max_tokens=num_generate + 1,
-                temperature=temperature if num_generate else 0.0,
+                max_tokens=steps + 1,
+                **(sampling if steps else {"temperature": 0.0}),
                 seed=seed + index if own_seeds else None,
                 logprobs=0,
                 prompt_logprobs=0,
@@ -212,7 +222,10 @@ class Host:
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished and recorder.error is None:
-                    self._finish(recorder, group[int(output.request_id)], int(output.request_id), output, num_generate)
+                    index = int(output.request_id)
+                    self._finish(
+                        recorder, group[index], index, output, num_generate + len(group[index].get("given", ()))
+                    )
             self._sign_of_life()
         if recorder.error is not None:
             raise recorder.error

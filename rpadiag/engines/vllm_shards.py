@@ -65,9 +65,11 @@ class ShardExtension(CaptureExtension):
 
         return _caught(attach)
 
-    def rpadiag_begin(self, index: int, token_ids: list[int], num_generate: int) -> tuple[str, ...] | None:
+    def rpadiag_begin(
+        self, index: int, token_ids: list[int], num_generate: int, given: list[int] | None
+    ) -> tuple[str, ...] | None:
         """Expect a sequence."""
-        return _caught(lambda: self._rpadiag.begin(index, token_ids, num_generate))
+        return _caught(lambda: self._rpadiag.begin(index, token_ids, num_generate, given))
 
     def rpadiag_end(self, index: int, num_rows: int) -> dict[str, Any]:
         """Close a sequence: positions, entropy and argmax as lists, or the first error of this rank."""
@@ -184,9 +186,9 @@ class ShardedRecorder:
     def attach(self) -> None:
         raise_first(self._call("rpadiag_open", str(self.bundle.directory), list(self.sites)))
 
-    def begin(self, index: int, token_ids: list[int], num_generate: int) -> None:
+    def begin(self, index: int, token_ids: list[int], num_generate: int, given: list[int] | None = None) -> None:
         self._open[index] = (self.bundle.begin(index), len(token_ids) + num_generate)
-        raise_first(self._call("rpadiag_begin", index, list(token_ids), num_generate))
+        raise_first(self._call("rpadiag_begin", index, list(token_ids), num_generate, given))
 
     def end(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, Any]:
         """(positions [T], entropy [T-1], argmax [T-1], writer) with every rank's shards in the writer's file."""

@@ -11,7 +11,6 @@ from rpadiag.engines.digests import tensor_digest
 from rpadiag.engines.families import family_for
 from rpadiag.errors import InputError
 
-
 # vLLM's parameter of all experts of a layer -> the projections that it stacks of each
 STACKED_EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 

@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +57,13 @@ def llama(engine: VllmEngine, tiny: Callable[[str], Path]) -> VllmEngine:
         LIMIT + 1,
     )
     if not as_started or "hf_overrides" in manifest["arguments"]:
-        engine.reload(model=tiny("llama"), dtype="bfloat16", max_model_len=LIMIT + 1, hf_overrides=None)
+        engine.reload(
+            model=tiny("llama"),
+            dtype="bfloat16",
+            max_model_len=LIMIT + 1,
+            hf_overrides=None,
+            max_num_batched_tokens=48,
+        )
     return engine
 
 
@@ -74,7 +81,9 @@ def relations_hold(capture: BundleCapture, *, layers: int = 2) -> None:
     below = read("embed")
     for n in range(layers):
         at = f"layers.{n}."
-        for branch, stream in (("o", "resid_attn"), ("down", "resid_mlp")):
+        added = (("attn_norm", "o"), ("mlp_norm", "expert_out", "down"))
+        for names, stream in zip(added, ("resid_attn", "resid_mlp"), strict=True):
+            branch = next(name for name in names if at + name in capture.sites)
             assert torch.equal(below + read(at + branch), read(at + stream)), f"{at}{stream} is not the rounded sum"
             below = read(at + stream)
         # RoPE turns pairs and leaves position 0 alone: a captured q that RoPE had already turned would fail
@@ -202,6 +211,66 @@ def test_generated_tokens_are_captured_behind_their_prompt(llama: VllmEngine, tm
         expected = score_logits(capture.read("logits"), ids)
         assert result.scores.logprob.tolist() == expected.logprob.tolist()
         assert result.scores.argmax.tolist() == expected.argmax.tolist()
+
+
+def relative_l2(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def test_given_tokens_are_decoded_step_by_step_each_with_rows_of_its_own(llama: VllmEngine, tmp_path: Path) -> None:
+    """In FP32, where rounding cannot hide a repeated or shifted buffer: a decode step's rows are those of its own token."""
+    llama.reload(dtype="float32")
+    sites = llama.facts.sites
+    given = [TokenSequence(prompt=i, token_ids=sequence(40, seed=i).token_ids, num_prompt_tokens=25) for i in range(3)]
+    llama.score(given, sites=sites, bundle_dir=tmp_path / "prompt")
+    for together in (False, True):
+        directory = tmp_path / f"decoded-{together}"
+        results = llama.score(given, sites=sites, bundle_dir=directory, decode=True, together=together)
+        for index, result in enumerate(results):
+            assert result.sequence == given[index]
+            assert result.positions.tolist() == list(range(40))
+            decoded, prefilled = (open_bundle(d).capture(index) for d in (directory, tmp_path / "prompt"))
+            for site in sites:
+                a, b = decoded.read(site), prefilled.read(site)
+                assert a.shape == b.shape
+                # measured 2e-6 at most; the rows of another token differ by about 1
+                assert max(relative_l2(x, y) for x, y in zip(a[24:], b[24:], strict=True)) < 1e-4, site
+                assert all(relative_l2(x, y) > 1e-2 for x, y in pairwise(a[25:])) or a.shape[1] == 1, site
+            expected = score_logits(decoded.read("logits"), given[index].token_ids)
+            assert result.scores.logprob.tolist() == expected.logprob.tolist()
+
+
+def test_decoded_logprobs_are_those_of_sampling_when_the_sampled_tokens_are_given(llama: VllmEngine) -> None:
+    prompts = [sequence(n, prompt=i) for i, n in enumerate((20, 7))]
+    sampled = llama.score(prompts, num_generate=9, seed=5)
+    again = llama.score([r.sequence for r in sampled], decode=True)
+    for a, b in zip(sampled, again, strict=True):
+        assert same_scores(a, b)
+
+
+def test_top_p_draws_from_the_nucleus_and_scores_stay_raw(llama: VllmEngine) -> None:
+    (narrow,) = llama.score([sequence(20)], num_generate=8, top_p=1e-6)
+    (greedy,) = llama.score([sequence(20)], num_generate=8, temperature=0.0)
+    assert same_scores(narrow, greedy)  # the smallest nucleus is the most likely token
+    assert narrow.scores.logprob[20:].max() < -1e-3  # processed logprobs would all be 0
+    with pytest.raises(UsageError, match="ask for one of them"):
+        llama.score([sequence(20)], num_generate=8, decode=True)
+
+
+def test_a_prompt_split_over_steps_has_the_sites_of_a_whole_one(llama: VllmEngine, tmp_path: Path) -> None:
+    """Chunked prefill in FP32: the same rows in the same order."""
+    long = [sequence(100, prompt=0, seed=3), sequence(70, prompt=1, seed=4)]
+    llama.reload(dtype="float32", max_num_batched_tokens=512)
+    llama.score(long, sites=llama.facts.sites, bundle_dir=tmp_path / "whole")
+    llama.reload(dtype="float32", max_num_batched_tokens=16)
+    assert llama.manifest()["chunked_prefill"] is True
+    llama.score(long, sites=llama.facts.sites, bundle_dir=tmp_path / "split", together=True)
+    for index, given in enumerate(long):
+        whole, split = (open_bundle(tmp_path / d).capture(index) for d in ("whole", "split"))
+        assert whole.positions.tolist() == split.positions.tolist() == list(range(len(given.token_ids)))
+        for site in llama.facts.sites:
+            # measured 2e-6 at most
+            assert relative_l2(split.read(site), whole.read(site)) < 1e-5, site
 
 
 def test_sampling_follows_its_seed_and_greedy_takes_the_argmax(llama: VllmEngine) -> None:

@@ -15,6 +15,7 @@ from rpadiag.runs import open_run
 from rpadiag.workflows.compare import Comparison, run_compare
 from rpadiag.workflows.options import CompareOptions
 
+pytestmark = pytest.mark.vllm
 PROMPTS = (
     "The quick brown fox jumps over the lazy dog while the rain falls.",
     "Rounding to sixteen bits after every step is not the same as rounding once.",
