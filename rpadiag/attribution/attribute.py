@@ -199,11 +199,19 @@ def _conclude(
     control = next(e for v, e in estimates.items() if v.design == "self")
     ranked = self_control_holds(control)
     level = LEVEL if plan.precision is None else LEVEL - LEVEL_OF_LOOKS
+    crossed = (
+        contrasts([p.name for p in plan.parts], {x: data.of(v) for x, v in plan.points.items()}, sequences)
+        if plan.points
+        else []
+    )
+    mains = {c.parts[0]: (c.systematic_sq, c.shift) for c in crossed if len(c.parts) == 1}
     variants_each = {v.name: v for v in estimates if v.design == "each"}
     return Attribution(
         plan=plan,
         estimates=estimates,
-        decisions=decide(each, total, control, ranked=ranked, end_to_end=end_to_end_of(each, total), level=level),
+        decisions=decide(
+            each, total, control, ranked=ranked, end_to_end=end_to_end_of(each, total), level=level, mains=mains
+        ),
         shares={n: share_of(e, total) for n, e in each.items()} if total.systematic_sq.p_above <= level else {},
         effects=_effects(data, reference, sequences),
         floor=metrics_of(MetricSums(data.of(plan.named("self")), reference, sequences)),
@@ -216,11 +224,7 @@ def _conclude(
             for r in plan.unperturbed()
         ),
         confirmations=_confirmations(data, variants_each, sequences),
-        interactions=tuple(
-            contrasts([p.name for p in plan.parts], {x: data.of(v) for x, v in plan.points.items()}, sequences)
-            if plan.points
-            else ()
-        ),
+        interactions=tuple(crossed),
         local={
             n: compare_with_local(n, g[keep], data.of(variants_each[n]), reference, sequences)
             for n, g in local_effects.items()

@@ -2,7 +2,8 @@
 
 A part is ``responsible`` when it has a systematic effect: its mean square is above zero, or its mean shift is not zero. The two are tested apart,
 because a small bias of one sign shows in the mean long before it shows in the square, and paid for by doubling the smaller p value; then
-Holm's adjusted p value has to be at most the level. Otherwise the question is
+Holm's adjusted p value has to be at most the level. Where a factorial design was asked for, its main effects are what is tested: the same question, averaged
+over the state of the other parts, with a fraction of the error. Otherwise the question is
 what could have been missed. Effects below a tenth of the total are not worth a replicate, so a part whose upper limit is below that is
 ``not distinguishable from zero``; for any other, the error is extrapolated to more replicates, and the answer is how many
 would show an effect of that size four times out of five.
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rpadiag.attribution.estimate import Estimate
-from rpadiag.attribution.resample import holm, student_quantile
+from rpadiag.attribution.resample import Measured, holm, student_quantile
 
 LEVEL = 0.05
 LEVEL_OF_LOOKS = 0.01
@@ -33,6 +34,8 @@ RESPONSIBLE = "responsible"
 NOT_DISTINGUISHABLE = "not distinguishable from zero"
 NEEDS_MORE = "needs about {} more replicates"
 NOT_RANKED = "not ranked: a control failed"
+Tested = tuple[Measured, Measured]  # mean square and mean shift of an effect
+
 SATURATED = "saturated, only systematic effects shown"
 VISIBLE = "visible end to end"
 NO_EFFECT = "no effect at all"
@@ -68,46 +71,56 @@ def decide(
     ranked: bool,
     end_to_end: Mapping[str, str],
     level: float = LEVEL,
+    mains: Mapping[str, Tested] | None = None,
 ) -> dict[str, Decision]:
-    """A decision per part. each: part -> estimate with this part alone not aligned; total: none aligned; control: the reference against itself."""
-    p_values = {name: p_of_no_effect(e) for name, e in each.items()}
+    """A decision per part. each: part -> estimate with this part alone not aligned; total: none aligned; control: the reference against itself.
+
+    mains: part -> (systematic_sq, mean shift) of its main effect, which is then what is tested.
+    """
+    tested = mains or {name: (e.systematic_sq, e.mean_shift) for name, e in each.items()}
+    p_values = {name: p_of_no_effect(*tested[name]) for name in each}
     adjusted = dict(zip(p_values, holm(list(p_values.values())), strict=True))
     relevant = RELEVANT_SHARE * total.systematic_sq.value if total.systematic_sq.p_above <= level else math.inf
     half = level / 2 / len(each)  # what one test of one part has, Holm's first step
     out = {}
     for name, e in each.items():
+        square, shift = tested[name]
         more = None
-        upper = e.systematic_sq.upper()
         if not ranked:
             word = NOT_RANKED
         elif adjusted[name] <= level:
             word = RESPONSIBLE
         else:
-            word, more = _undecided(e, control, upper, relevant, half)
+            word, more = _undecided(square, e, control, relevant, half)
+        evidence = "shift" if shift.p_two_sided < square.p_above else "square"
         out[name] = Decision(
             word=word,
             end_to_end=end_to_end[name],
             p=p_values[name],
             p_adjusted=adjusted[name],
-            upper_limit=upper,
-            evidence="shift" if e.mean_shift.p_two_sided < e.systematic_sq.p_above else "square",
+            upper_limit=square.upper(),
+            evidence=f"main {evidence}" if mains else evidence,
             more_replicates=more,
         )
     return out
 
 
-def p_of_no_effect(e: Estimate) -> float:
+def p_of_no_effect(square: Measured, shift: Measured) -> float:
     """p value of "neither the mean square nor the mean is systematic": twice the smaller of the two, at most 1."""
-    return min(1.0, 2 * min(e.systematic_sq.p_above, e.mean_shift.p_two_sided))
+    return min(1.0, 2 * min(square.p_above, shift.p_two_sided))
 
 
-def _undecided(e: Estimate, control: Estimate, upper: float, relevant: float, level: float) -> tuple[str, int | None]:
+def _undecided(
+    square: Measured, e: Estimate, control: Estimate, relevant: float, level: float
+) -> tuple[str, int | None]:
     """The word for a part that is not above zero: settled, or so many more replicates. relevant: infinite where the total is not above zero."""
-    value = e.systematic_sq
-    if upper < relevant < math.inf or (math.isinf(relevant) and value.value <= value.se):
+    if square.upper() < relevant < math.inf or (math.isinf(relevant) and square.value <= square.se):
         return NOT_DISTINGUISHABLE, None
-    effect = value.value if math.isinf(relevant) else max(value.value, relevant)
-    needed = replicates_to_show(effect, e, control, level=level)
+    effect = square.value if math.isinf(relevant) else max(square.value, relevant)
+    sharper = (
+        e.systematic_sq.se / square.se if square.se else 1.0
+    )  # a main effect has a smaller error than one part alone
+    needed = replicates_to_show(effect * sharper, e, control, level=level)
     if needed is None or needed - e.num_replicates > MAX_MORE:
         return NOT_DISTINGUISHABLE, None
     more = max(1, needed - e.num_replicates)

@@ -21,6 +21,13 @@ WHAT_REMOVES_CHAOS = (
 )
 
 
+_EVIDENCE = {
+    "shift": "mean shift",
+    "main square": "main effect over all combinations",
+    "main shift": "mean shift over all combinations",
+}
+
+
 def findings(result: Attribution) -> list[Finding]:
     """Every statement, in order of rank."""
     out = verdict_checks.check_findings(result)
@@ -61,7 +68,7 @@ def _answer(result: Attribution) -> str:
     open_ = [(n, decisions[n].more_replicates) for n, _ in result.strongest_first() if decisions[n].more_replicates]
     parts = []
     if found:
-        named = " and ".join(f"{n} ({share_words(result, n)}{squares(e.systematic_sq)} nats²)" for n, e in found)
+        named = " and ".join(f"{n} ({_evidence(n, e, result)})" for n, e in found)
         verb = "is" if len(found) == 1 else "are"
         parts.append(f"{named} {verb} responsible for systematic divergence; align {found[0][0]} first.")
     else:
@@ -78,7 +85,16 @@ def _answer(result: Attribution) -> str:
 
 def _evidence(name: str, e: Estimate, result: Attribution) -> str:
     """The figure that a part is responsible by."""
-    if result.decisions[name].evidence == "shift" and e.systematic_sq.p_above > result.level:
+    evidence = result.decisions[name].evidence
+    main = next((c for c in result.interactions if c.parts == (name,)), None)
+    if main is not None:
+        figure = (
+            f"{pm(main.shift.value, main.shift.se)} nats on average"
+            if evidence == "main shift"
+            else f"{squares(main.systematic_sq)} nats²"
+        )
+        return f"{share_words(result, name)}main effect {figure}"
+    if evidence == "shift" and e.systematic_sq.p_above > result.level:
         return f"mean shift {pm(e.mean_shift.value, e.mean_shift.se)} nats"
     return f"{share_words(result, name)}{squares(e.systematic_sq)} nats²"
 
@@ -124,7 +140,7 @@ def _decision_words(name: str, e: Estimate, decision: Decision, result: Attribut
     if e.is_zero:
         return f"switching it changes no logprob at all ({base})"
     if decision.responsible:
-        how = "" if decision.evidence == "square" else "by its mean shift, "
+        how = "" if decision.evidence == "square" else f"by its {_EVIDENCE[decision.evidence]}, "
         return f"responsible, {how}{share_words(result, name)}{figures} (p = {decision.p_adjusted:.1g} after Holm's correction; {base})"
     if decision.more_replicates:
         sooner = ", more prompts sooner" if e.num_sequences < FEW_SEQUENCES else ""

@@ -1,15 +1,27 @@
-"""The block of a bisection: which region is responsible, and what could be seen at all."""
+"""The block of a bisection: what is responsible, how sure that is, what aligning would do, and what it would not."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rpadiag.reports import figures_attribution
-from rpadiag.reports.view import Block, Column, Table, count, number, percent, plural
+from rpadiag.reports.view import MINUS, Block, Column, Table, count, is_missing, number, percent, plural
 from rpadiag.runs import Run
 
 if TYPE_CHECKING:
     import pandas as pd
+
+# Of all metrics of effects.parquet, those a page shows: name there, title, what it says.
+METRICS = (
+    ("systematic_sq", "systematic, nats\u00b2", "mean squared systematic difference of a token"),
+    ("weight_bias_sq", "weight bias\u00b2", "mean squared systematic part of rho \u2212 1, the bias of a token's policy-gradient weight"),
+    ("sequence_log_ratio_sq", "sequence, nats\u00b2", "mean squared systematic logarithm of a sequence's ratio"),
+    ("k3_kl", "k3 KL, nats", "of single forwards, chaos included"),
+    ("mean_abs_d", "mean |d|, nats", "of single forwards, chaos included"),
+    ("outside_ratio_share", "outside 0.8 to 1.2", "share of tokens whose ratio a usual clipping range cuts"),
+    ("rollout_is_eff_sample_size", "effective sample size", "left by importance weighting"),
+)  # fmt: skip
 
 
 def attribution_block(run: Run, key: str, *, alone: bool) -> Block | None:
@@ -20,82 +32,196 @@ def attribution_block(run: Run, key: str, *, alone: bool) -> Block | None:
     state = run.metrics.get("attribution") or {}
     verdict = run.verdict
     told = [str(verdict["sentence"])] if verdict and not alone else []
-    first = rows.iloc[0]
-    about = (
-        "Every forward is repeated with the embedding output moved by a random \u22121, 0 or +1 ULP per element. What survives the average over "
-        f"{plural(int(first['num_replicates']), 'replicate')} is systematic and has a cause; the rest is chaos and has none. "
-        f"n = {count(first['num_tokens'])} tokens."
-    )
-    figures = [
-        figures_attribution.systematic_forest(f"{key}-forest", rows),
-        figures_attribution.single_forward_bars(f"{key}-bars", rows, saturated=bool(state.get("saturated"))),
-    ]
-    warning = (
-        None
-        if state.get("ranked", True)
-        else "The self-control is not zero within its error. Do not rank regions by these numbers."
-    )
+    shown = figures_attribution.part_rows(rows)
+    parts = list(shown[shown["design"] == "each"]["region"])
+    effects = run.frame("effects")
+    figures = [figures_attribution.systematic_forest(f"{key}-forest", rows)]
+    tables = [_attribution_table(shown)]
+    if len(effects):
+        saturated = bool(state.get("saturated"))
+        figures.append(figures_attribution.left_after_aligning(f"{key}-left", parts, effects, saturated=saturated))
+        tables.append(_effects_table(parts, effects))
+    tables += [t for t in (_interaction_table(rows), _confirmation_table(state)) if t is not None]
     return Block(
         key=key,
-        title="Which region is responsible",
-        lead=[*told, about],
+        title="Which part is responsible",
+        lead=[*told, _method(rows), _meaning()],
         figures=figures,
         side_by_side=True,
-        tables=[_attribution_table(rows)],
-        notes=[_detectable_note(rows)],
-        warning=warning,
+        tables=tables,
+        notes=_notes(shown, state),
+        warning=None
+        if state.get("ranked", True)
+        else "The self-control is not zero within its error. Do not rank parts by these numbers.",
     )
 
 
-def _detectable_note(rows: pd.DataFrame) -> str:
-    each = rows[rows["design"] == "each"]
-    seen = list(each[each["detectable"]]["region"])
-    unseen = list(each[~each["detectable"]]["region"])
-    smallest = float(2 * each["systematic_sq_se"].median()) if len(each) else float("nan")
-    parts = [f"Detectable here is anything above about {number(smallest, 2)} nats\u00b2 (two standard errors)"]
-    parts.append(f"told from zero: {', '.join(seen) or 'none'}")
-    parts.append(f"not told from zero: {', '.join(unseen) or 'none'}")
-    return "; ".join(parts) + "."
+def _method(rows: pd.DataFrame) -> str:
+    first = rows.iloc[0]
+    sequences = first["num_sequences"]
+    inside = "" if is_missing(sequences) or str(sequences) == "<NA>" else f" in {plural(int(sequences), 'sequence')}"
+    return (
+        f"Every forward was repeated {count(first['num_replicates'])} times, each time with the embedding output moved by a random {MINUS}1, 0 or +1 ULP per element: "
+        "too little to mean anything, enough to draw all later rounding anew. What survives the average is systematic; the rest is chaos. "
+        f"n = {count(first['num_tokens'])} tokens{inside}."
+    )
 
 
-def _attribution_table(rows: pd.DataFrame) -> Table:
-    only = {r["region"]: r for _, r in rows[rows["design"] == "only"].iterrows()}
+def _meaning() -> str:
+    return (
+        "The systematic part has a cause. It points the same way every time, biases the policy gradient, adds up over parts, and goes away when its part is aligned. "
+        "Chaos has no cause that could be aligned: any difference, down to one flipped bit, moves every log-probability by as much. It averages out, "
+        "and only batch-invariant kernels on both stacks with everything aligned, or more mantissa bits (FP16, FP32), remove it."
+    )
+
+
+def _notes(shown: pd.DataFrame, state: Mapping[str, Any]) -> list[str]:
+    each = shown[shown["design"] == "each"]
+    by_word: dict[str, list[str]] = {}
+    for part, word in zip(each["region"], each["decision"], strict=True):
+        by_word.setdefault(str(word), []).append(str(part))
+    notes = ["; ".join(f"{word}: {', '.join(parts)}" for word, parts in by_word.items()) + "."]
+    level = state.get("level")
+    if level is not None:
+        notes.append(
+            f"Responsible means p \u2264 {number(level, 2)} after Holm\u2019s correction: the chance that any part is named by accident is at most that. "
+            "Errors come from leaving out one sequence at a time."
+        )
+    added = state.get("additivity") or {}
+    if added.get("whole_sq") is not None:
+        notes.append(
+            f"Sum of the parts {_pm(added, 'sum_of_parts_sq')} nats\u00b2, all together {_pm(added, 'whole_sq')}; difference {_pm(added, 'gap_sq')}."
+        )
+    replicated = state.get("replicated")
+    if replicated:
+        notes.append(
+            f"Only the {' and the '.join(replicated)} was replicated; the rollout engine is represented by the trainer with everything aligned."
+        )
+    return notes
+
+
+def _pm(row: Mapping[str, Any], name: str) -> str:
+    """A value with its standard error."""
+    return number(None) if is_missing(row[name]) else f"{number(row[name])} \u00b1 {number(row[f'{name}_se'], 2)}"
+
+
+def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows as mappings from column to value."""
+    return [{str(k): v for k, v in row.items()} for row in frame.to_dict("records")]
+
+
+def _attribution_table(shown: pd.DataFrame) -> Table:
     cells, emphasis = [], []
-    order = {"each": 0, "all": 1, "self": 2}
-    shown = rows[rows["design"].isin(order)]
-    shown = shown.assign(_o=shown["design"].map(order)).sort_values(
-        ["_o", "systematic_sq"], ascending=[True, False], kind="stable"
-    )
-    for i, (_, r) in enumerate(shown.iterrows()):
+    for i, r in enumerate(_records(shown)):
         if r["design"] == "all":
             emphasis.append(i)
-        left = only.get(r["region"])
+        share = r["share"]
         cells.append(
             [
                 figures_attribution.row_name(r["design"], r["region"]),
-                f"{number(r['systematic_sq'])} \u00b1 {number(r['systematic_sq_se'], 2)}",
-                number(r["systematic_rms"]),
-                "yes" if r["detectable"] else "no",
+                r["decision"] if isinstance(r["decision"], str) else "",
+                _pm(r, "systematic_sq"),
+                number(None) if is_missing(share) else f"{percent(share)} \u00b1 {percent(r['share_se'])}",
+                number(r["p_adjusted"], 2),
+                _pm(r, "mean_shift"),
                 number(r["chaotic_rms"]),
                 number(r["mean_abs_d"]),
+                r["end_to_end"].partition(",")[0] if isinstance(r["end_to_end"], str) else "",
                 percent(r["local_differing"]),
-                number(None)
-                if left is None
-                else f"{number(left['systematic_sq'])} \u00b1 {number(left['systematic_sq_se'], 2)}",
+                _pm(r, "naive_gain"),
             ]
         )
     return Table(
-        caption="Attribution by region: this region keeps its own rounding, all others are aligned",
+        caption="Attribution: this part keeps its own rounding, all others are aligned",
         columns=[
-            Column(title="region", numeric=False),
+            Column(title="part", numeric=False),
+            Column(title="decision", numeric=False),
             Column(title="systematic, nats\u00b2 \u00b1 s.e."),
-            Column(title="as rms, nats"),
-            Column(title="told from 0", hint="more than two standard errors above zero"),
+            Column(title="share of the total"),
+            Column(title="p", hint="of no systematic effect, after Holm's correction over all parts"),
+            Column(title="mean shift, nats", hint="positive: this part's own rounding raises log-probabilities"),
             Column(title="chaotic rms, nats"),
-            Column(title="mean |d|, nats"),
+            Column(title="mean |d|, nats", hint="of single forwards"),
+            Column(
+                title="end to end",
+                numeric=False,
+                hint="what mean |d| of single forwards could show; saturated: nothing, only systematic effects tell parts apart",
+            ),
             Column(title="made here", hint="share of elements that differ when fed the same input"),
-            Column(title="left if aligned alone, nats\u00b2"),
+            Column(
+                title="naive gain, nats",
+                hint="fall of mean |d| of one forward when this part alone is aligned; misleads",
+            ),
         ],
         rows=cells,
         emphasis=emphasis,
+    )
+
+
+def _effects_table(parts: Sequence[str], effects: pd.DataFrame) -> Table:
+    found = {(r["region"], r["metric"]): r for r in _records(effects)}
+    first = {name: found[parts[0], name] for name, _, _ in METRICS}
+    rows = [["(as it is)", *(number(first[name]["as_is"]) for name, _, _ in METRICS)]]
+    for part in [*parts, "all"]:
+        changed = (_changed(found[part, name]) for name, _, _ in METRICS)
+        rows.append(["everything" if part == "all" else part, *changed])
+    rows.append(["chaos alone", *(number(first[name]["floor"]) for name, _, _ in METRICS)])
+    return Table(
+        caption="What aligning a part alone changes, \u00b1 s.e.; above, the trainer as it is, below, what chaos alone leaves",
+        columns=[
+            Column(title="aligned", numeric=False),
+            *(Column(title=title, hint=hint) for _, title, hint in METRICS),
+        ],
+        rows=rows,
+        emphasis=[0, len(rows) - 1],
+    )
+
+
+def _changed(row: Mapping[str, Any]) -> str:
+    sign = "+" if row["change"] > 0 else ""
+    return f"{sign}{_pm(row, 'change')}"
+
+
+def _interaction_table(rows: pd.DataFrame) -> Table | None:
+    found = rows[rows["design"].isin(("main", "interaction"))]
+    if not len(found):
+        return None
+    return Table(
+        caption="Main effects, averaged over the state of the other parts, and two-way interactions",
+        columns=[
+            Column(title="parts", numeric=False),
+            Column(title="systematic, nats\u00b2 \u00b1 s.e."),
+            Column(title="mean shift, nats"),
+            Column(title="p", hint="after Holm's correction"),
+        ],
+        rows=[
+            [r["region"], _pm(r, "systematic_sq"), _pm(r, "mean_shift"), number(r["p_adjusted"], 2)]
+            for r in _records(found)
+        ],
+    )
+
+
+def _confirmation_table(state: Mapping[str, Any]) -> Table | None:
+    found = state.get("confirmation") or []
+    if not found:
+        return None
+    return Table(
+        caption="The same under a second kind of noise, equivalent batches",
+        columns=[
+            Column(title="part", numeric=False),
+            Column(title="first, nats\u00b2 \u00b1 s.e."),
+            Column(title="second, nats\u00b2 \u00b1 s.e."),
+            Column(title="correlation", hint="of the two systematic differences over tokens; 1 when both see the same"),
+            Column(title="agrees", numeric=False),
+        ],
+        rows=[
+            [
+                "all together" if c["part"] == "all" else c["part"],
+                _pm(c, "first_sq"),
+                _pm(c, "second_sq"),
+                _pm(c, "correlation"),
+                "changes nothing" if c["changes_nothing"] else "yes" if c["agrees"] else "no",
+            ]
+            for c in found
+        ],
     )

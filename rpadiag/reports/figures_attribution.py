@@ -95,10 +95,10 @@ def _wrapped(text: str, width: int = 52) -> str:
     return text if len(text) <= width else text[: width - 1].rstrip() + "\u2026"
 
 
-def _region_rows(attribution: pd.DataFrame) -> pd.DataFrame:
-    """Rows to draw from the top: each region by size, all together, the self-control."""
+def part_rows(attribution: pd.DataFrame) -> pd.DataFrame:
+    """Rows to draw from the top: each part by size, all together, the self-control; under the first kind of noise."""
     order = {"each": 0, "all": 1, "self": 2}
-    shown = attribution[attribution["design"].isin(order)].copy()
+    shown = attribution[attribution["design"].isin(order) & (attribution["kind"] != "batch")].copy()
     shown["_order"] = shown["design"].map(order)
     return shown.sort_values(["_order", "systematic_sq"], ascending=[True, False], kind="stable")
 
@@ -109,11 +109,11 @@ def row_name(design: str, region: str) -> str:
 
 
 def systematic_forest(key: str, attribution: pd.DataFrame) -> Figure:
-    """Systematic part per region with whiskers of two standard errors; filled where it is told from zero."""
-    shown = _region_rows(attribution)
+    """Systematic part of each part with whiskers of two standard errors; filled where it is told from zero."""
+    shown = part_rows(attribution)
     names = [row_name(d, r) for d, r in zip(shown["design"], shown["region"], strict=True)]
     value = shown["systematic_sq"].to_numpy(dtype="float64")
-    error = shown["systematic_sq_se"].to_numpy(dtype="float64")
+    error = np.nan_to_num(shown["systematic_sq_se"].to_numpy(dtype="float64"), posinf=0.0)
     seen = shown["detectable"].to_numpy(dtype=bool)
     colours = [LIGHT.faint if d == "self" else LIGHT.local for d in shown["design"]]
     data = [
@@ -121,14 +121,8 @@ def systematic_forest(key: str, attribution: pd.DataFrame) -> Figure:
             "type": "scatter",
             "mode": "markers",
             "x": value.tolist(),
-            "y": names,
-            "error_x": {
-                "type": "data",
-                "array": (DETECTABLE_WHISKER * error).tolist(),
-                "color": LIGHT.muted,
-                "thickness": 1.5,
-                "width": 4,
-            },
+            "y": [label(n) for n in names],
+            "error_x": _whiskers(DETECTABLE_WHISKER * error),
             "marker": {
                 "size": 10,
                 "color": [c if s else LIGHT.panel for c, s in zip(colours, seen, strict=True)],
@@ -140,16 +134,15 @@ def systematic_forest(key: str, attribution: pd.DataFrame) -> Figure:
     ]
     span = max(float(np.nanmax(np.abs(value) + DETECTABLE_WHISKER * error)), 1e-12)
     low = min(0.0, float(np.nanmin(value - DETECTABLE_WHISKER * error)))
-    height = 40 * len(names) + 84
     return Figure(
         key=key,
         title="Systematic part",
-        caption="Mean squared systematic difference when only this region keeps its own rounding. Whiskers are two standard errors; "
-        "a filled mark is told from zero, a hollow one is not.",
+        caption="Mean squared systematic difference of a token when only this part keeps its own rounding. Whiskers are two standard errors, "
+        "from differences between sequences; a filled mark is responsible, a hollow one is not told from zero.",
         data=data,
         layout=layout(
-            height,
-            margin={"l": 96, "r": 16, "t": 10, "b": 50},
+            40 * len(names) + 84,
+            margin={"l": _margin(names), "r": 16, "t": 10, "b": 50},
             xaxis=axis(
                 "nats\u00b2 per token",
                 zeroline=True,
@@ -157,57 +150,74 @@ def systematic_forest(key: str, attribution: pd.DataFrame) -> Figure:
                 range=[low - 0.06 * span, 1.06 * span],
                 nticks=6,
             ),
-            yaxis=axis(
-                autorange="reversed", type="category", tickfont={"size": 12, "color": LIGHT.ink}, gridcolor=LIGHT.grid
-            ),
+            yaxis=_categories(gridcolor=LIGHT.grid),
         ),
         narrow={"xaxis": {"nticks": 4}},
         alt="; ".join(
-            f"{n}: {number(v)} plus or minus {number(e)} nats squared, {'detectable' if s else 'not told from zero'}"
+            f"{n}: {number(v)} plus or minus {number(e)} nats squared, {'told' if s else 'not told'} from zero"
             for n, v, e, s in zip(names, value, error, seen, strict=True)
         ),
     )
 
 
-def single_forward_bars(key: str, attribution: pd.DataFrame, *, saturated: bool) -> Figure:
-    """Mean |d| of single forwards for the same rows: what does not rank regions, saturated or not."""
-    shown = _region_rows(attribution)
-    names = [row_name(d, r) for d, r in zip(shown["design"], shown["region"], strict=True)]
-    value = shown["mean_abs_d"].to_numpy(dtype="float64")
-    data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "x": value.tolist(),
-            "y": names,
-            "width": 0.45,
-            "marker": {"color": LIGHT.muted, "cornerradius": 2},
-            "text": [number(v) for v in value],
-            "textposition": "outside",
-            "textfont": {"color": LIGHT.ink, "size": 12},
-            "cliponaxis": False,
-            "hovertemplate": "%{y}: mean |d| %{x:.4f} nats<extra></extra>",
-        }
-    ]
-    top = max(float(np.nanmax(value)), 1e-12)
+def left_after_aligning(key: str, parts: Sequence[str], effects: pd.DataFrame, *, saturated: bool) -> Figure:
+    """What is left when one part alone is aligned: of the systematic part, and of mean |d|, in percent of the trainer as it is."""
+    series = (("systematic_sq", "systematic part", LIGHT.local), ("mean_abs_d", "mean |d|", LIGHT.muted))
+    names = [*parts, "all"]
+    shown = ["all of them" if n == "all" else n for n in names]
+    data, told = [], []
+    for metric, name, colour in series:
+        rows = effects[effects["metric"] == metric].set_index("region").loc[names]
+        whole = float(rows["as_is"].iloc[0])
+        left = (100 * rows["aligned"] / whole if whole else 0 * rows["aligned"]).to_numpy(dtype="float64")
+        error = (100 * rows["change_se"] / abs(whole) if whole else 0 * rows["aligned"]).to_numpy(dtype="float64")
+        data.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": name,
+                "x": left.tolist(),
+                "y": [label(n) for n in shown],
+                "marker": {"color": colour, "cornerradius": 2},
+                "error_x": _whiskers(DETECTABLE_WHISKER * np.nan_to_num(error, posinf=0.0)),
+                "customdata": error.tolist(),
+                "hovertemplate": f"%{{y}} aligned: %{{x:.1f}} \u00b1 %{{customdata:.1f}} % of the {name} is left<extra></extra>",
+            }
+        )
+        told += [f"{n} aligned leaves {number(v)} % of the {name}" for n, v in zip(shown, left, strict=True)]
     return Figure(
         key=key,
-        title="Mean |d| of single forwards, saturated" if saturated else "Mean |d| of single forwards",
-        caption="The same rows, measured end to end. "
+        title="What is left after aligning",
+        caption="Percent of the trainer as it is, when this part alone is aligned; whiskers are two standard errors of the change. "
         + (
-            "One region out of step already brings nearly the whole gap, so these bars say nothing about causes."
+            "Mean |d| is saturated: whatever still differs gives nearly the whole gap, so it falls only when everything is aligned."
             if saturated
-            else "Chaos is in these bars, as the self-control shows, so they do not rank regions."
+            else "Mean |d| has chaos in it, so it is a poor guide to causes."
         ),
         data=data,
         layout=layout(
-            40 * len(names) + 84,
-            margin={"l": 96, "r": 56, "t": 10, "b": 50},
-            xaxis=axis("nats per token", range=[0, 1.12 * top], nticks=5),
-            yaxis=axis(
-                autorange="reversed", type="category", tickfont={"size": 12, "color": LIGHT.ink}, showgrid=False
-            ),
+            58 * len(shown) + 96,
+            margin={"l": _margin(shown), "r": 16, "t": 30, "b": 50},
+            showlegend=True,
+            barmode="group",
+            bargap=0.35,
+            xaxis=axis("percent left", zeroline=True, nticks=6),
+            yaxis=_categories(showgrid=False),
         ),
-        narrow={},
-        alt="; ".join(f"{n}: {number(v)} nats" for n, v in zip(names, value, strict=True)),
+        narrow={"xaxis": {"nticks": 4}},
+        alt="; ".join(told),
     )
+
+
+def _whiskers(length: np.ndarray) -> dict[str, Any]:
+    return {"type": "data", "array": length.tolist(), "color": LIGHT.faint, "thickness": 1.5, "width": 4}
+
+
+def _categories(**over: Any) -> dict[str, Any]:
+    """An axis of names from the top."""
+    return axis(autorange="reversed", type="category", tickfont={"size": 12, "color": LIGHT.ink}, **over)
+
+
+def _margin(names: Sequence[str]) -> int:
+    """Left margin in pixels for names of a 12 px font."""
+    return 24 + 7 * max(12, *(len(n) for n in names))

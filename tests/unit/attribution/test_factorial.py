@@ -9,6 +9,7 @@ from rpadiag.attribution.attribute import Attribution, attribute
 from rpadiag.attribution.design import parts_of
 from rpadiag.attribution.factorial import Contrast
 from rpadiag.attribution.plan import Plan
+from rpadiag.attribution.verdict import findings, verdict
 
 REGIONS = ("rope", "swiglu", "rmsnorm", "attention", "matmul", "lm_head")
 
@@ -56,6 +57,16 @@ def test_main_effect_has_a_smaller_error_than_one_at_a_time() -> None:
     result = run(World(parts=parts_of(REGIONS[:4])))
     for contrast in result.interactions[:4]:
         assert contrast.systematic_sq.se < 0.5 * result.by_design("each")[contrast.parts[0]].systematic_sq.se
+
+
+def test_decisions_rest_on_main_effects_and_find_what_one_at_a_time_misses() -> None:
+    world = World(parts=parts_of(REGIONS[:4]), systematic={"rope": 0.0035}, num_sequences=40, num_tokens=60)
+    crossed = run(world, 24)
+    plain = attribute(world.score, Plan(parts=tuple(world.parts), num_replicates=24), world.sequence_ids)
+    assert [n for n, d in crossed.decisions.items() if d.responsible] == ["rope"]
+    assert crossed.decisions["rope"].evidence == "main square"
+    assert not any(d.responsible for d in plain.decisions.values())
+    assert "main effect" in verdict(crossed, findings(crossed)).sentence
 
 
 def test_fraction_of_five_parts_has_sixteen_points() -> None:
