@@ -69,6 +69,24 @@ def to_string(codes: dict[str, int]) -> str:
     return " ".join(f"{name}={code}" for name, code in codes.items())
 
 
+def contract(region: str, axes: dict[str, str]) -> tuple[dict[str, int], str]:
+    """Codes of axis values, and the string that an op carries. The caller must not change the codes.
+
+    Errors: as :func:`encode`. Known ones are looked up: a model makes hundreds of calls a step. (Not under torch.compile,
+    which does not look into caches and runs this once.)
+    """
+    if torch.compiler.is_compiling():
+        codes = encode(region, axes)
+        return codes, to_string(codes)
+    return _known_contract(region, tuple(axes.items()))
+
+
+@lru_cache(maxsize=4096)
+def _known_contract(region: str, items: tuple[tuple[str, str], ...]) -> tuple[dict[str, int], str]:
+    codes = encode(region, dict(items))
+    return codes, to_string(codes)
+
+
 @lru_cache(maxsize=4096)
 def from_string(contract: str) -> dict[str, int]:
     """Inverse of :func:`to_string`. The caller must not change the result."""
@@ -86,6 +104,8 @@ def check_same(region: str, **tensors: torch.Tensor) -> None:
     """Shapes, dtypes and devices of tensors that must agree. Errors: ValueError naming both sides."""
     (first_name, first), *rest = tensors.items()
     for name, tensor in rest:
+        if first.shape == tensor.shape and first.dtype == tensor.dtype and first.device == tensor.device:
+            continue
         for what, a, b in (
             ("shape", tuple(first.shape), tuple(tensor.shape)),
             ("dtype", first.dtype, tensor.dtype),

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rpadiag_kernels.axes import check_same, encode, from_string, lp_code, to_string
+from rpadiag_kernels.axes import check_same, contract, from_string, lp_code
 from rpadiag_kernels.operators import operator
 from rpadiag_kernels.reduction import MAX_COLUMNS
 from rpadiag_kernels.rounding import store, to_lp
@@ -44,9 +44,9 @@ def rmsnorm(
     """
     if weight is None:
         axes.setdefault("weight", "none")
-    codes = encode("rmsnorm", axes)
+    codes, carried = contract("rmsnorm", axes)
     _check(x, weight, residual, codes)
-    y, summed, _ = torch.ops.rpadiag.rmsnorm(x, residual, weight, eps, to_string(codes))
+    y, summed, _ = torch.ops.rpadiag.rmsnorm(x, residual, weight, eps, carried)
     return y if residual is None else (y, summed)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rpadiag_kernels.axes import encode, from_string, lp_code, to_string
+from rpadiag_kernels.axes import contract, from_string, lp_code
 from rpadiag_kernels.operators import operator
 from rpadiag_kernels.rounding import fma, fma_lp, store, to_lp
 
@@ -36,7 +36,7 @@ def rope(q: Tensor, cos: Tensor, sin: Tensor, *, k: Tensor | None = None, **axes
     [T, H, D], [B, 1, T, R/2] for [B, H, T, D]. No gradient flows to cos and sin. axes: ``axes.AXES["rope"]``.
     Errors: TypeError for other dtypes; ValueError for shapes, devices, axes, or D > 512.
     """
-    codes = encode("rope", axes)
+    codes, carried = contract("rope", axes)
     if (codes["products"] == 2) != (codes["fused"] != 0):
         raise ValueError("rope: products=lp-fma needs fused=cc, cs, sc or ss; other products need fused=--")
     _check(q, k, cos, sin, codes)
@@ -47,7 +47,7 @@ def rope(q: Tensor, cos: Tensor, sin: Tensor, *, k: Tensor | None = None, **axes
     missing = (None,) * (q.dim() - cos.dim())
     rest = q.shape[:heads] + q.shape[heads + 1 : -1]
     tables = [t[missing].select(heads, 0).expand(*rest, t.shape[-1]) for t in (cos, sin)]
-    turned_q, turned_k = torch.ops.rpadiag.rope(q, k, *tables, heads, to_string(codes))
+    turned_q, turned_k = torch.ops.rpadiag.rope(q, k, *tables, heads, carried)
     return turned_q if k is None else (turned_q, turned_k)
 
 

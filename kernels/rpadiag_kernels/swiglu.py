@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rpadiag_kernels.axes import check_same, encode, from_string, lp_code, to_string
+from rpadiag_kernels.axes import check_same, contract, from_string, lp_code
 from rpadiag_kernels.operators import operator
 from rpadiag_kernels.rounding import store, to_lp
 
@@ -34,12 +34,12 @@ LOG2_E = 1.4426950408889634
 
 def swiglu(gate: Tensor, up: Tensor, **axes: str) -> Tensor:
     """``silu(gate) * up`` of two tensors of one shape, dtype and device; any strides. axes: ``axes.AXES["swiglu"]``."""
-    codes = encode("swiglu", axes)
+    _, carried = contract("swiglu", axes)
     lp_code(gate, "swiglu")
     check_same("swiglu", gate=gate, up=up)
     if gate.dim() == 0:
         raise ValueError("swiglu takes tensors with at least one axis")
-    return torch.ops.rpadiag.swiglu(gate, up, to_string(codes))
+    return torch.ops.rpadiag.swiglu(gate, up, carried)
 
 
 def _one_plus_exp(x: Tensor, codes: dict[str, int]) -> Tensor:

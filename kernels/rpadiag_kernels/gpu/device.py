@@ -116,5 +116,7 @@ def exp_negative(x, EXP: tl.constexpr, INTERPRET: tl.constexpr):
 
 
 def on_device(x: torch.Tensor) -> AbstractContextManager[object]:
-    """Makes the device of ``x`` current, as a launch needs; nothing to do for the interpreter."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    """Makes the device of ``x`` current, as a launch needs; nothing to do where it is, and for the interpreter."""
+    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)
