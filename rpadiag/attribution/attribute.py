@@ -85,9 +85,18 @@ class Attribution:
         """Mean |d| of single forwards ranks nothing: several parts alone give nearly the whole gap."""
         return any(d.end_to_end == SATURATED for d in self.decisions.values())
 
+    def main_effect(self, part: str) -> Contrast | None:
+        """The part's main effect, where a factorial design was asked for."""
+        return next((c for c in self.interactions if c.parts == (part,)), None)
+
+    def systematic(self, part: str) -> Measured:
+        """The mean square that the decision on a part rests on: of its main effect, or of it alone."""
+        main = self.main_effect(part)
+        return self.by_design("each")[part].systematic_sq if main is None else main.systematic_sq
+
     def strongest_first(self) -> list[tuple[str, Estimate]]:
         """Parts by systematic part, largest first."""
-        return sorted(self.by_design("each").items(), key=lambda item: -item[1].systematic_sq.value)
+        return sorted(self.by_design("each").items(), key=lambda item: -self.systematic(item[0]).value)
 
     def effect(self, part: str, metric: str) -> Effect:
         return next(e for e in self.effects[part] if e.metric == metric)
@@ -199,12 +208,11 @@ def _conclude(
     control = next(e for v, e in estimates.items() if v.design == "self")
     ranked = self_control_holds(control)
     level = LEVEL if plan.precision is None else LEVEL - LEVEL_OF_LOOKS
-    crossed = (
-        contrasts([p.name for p in plan.parts], {x: data.of(v) for x, v in plan.points.items()}, sequences)
-        if plan.points
-        else []
-    )
+    crossed = _crossed(data, sequences)
     mains = {c.parts[0]: (c.systematic_sq, c.shift) for c in crossed if len(c.parts) == 1}
+    squares = {n: e.sums["systematic_sq"] for n, e in each.items()} | {
+        c.parts[0]: c.sums for c in crossed if len(c.parts) == 1
+    }
     variants_each = {v.name: v for v in estimates if v.design == "each"}
     return Attribution(
         plan=plan,
@@ -212,7 +220,9 @@ def _conclude(
         decisions=decide(
             each, total, control, ranked=ranked, end_to_end=end_to_end_of(each, total), level=level, mains=mains
         ),
-        shares={n: share_of(e, total) for n, e in each.items()} if total.systematic_sq.p_above <= level else {},
+        shares={n: share_of(x, total.sums["systematic_sq"]) for n, x in squares.items()}
+        if total.systematic_sq.p_above <= level
+        else {},
         effects=_effects(data, reference, sequences),
         floor=metrics_of(MetricSums(data.of(plan.named("self")), reference, sequences)),
         naive=naive_ranking(only, data.of(plan.named("all"))[0], reference[0], sequences),
@@ -237,6 +247,12 @@ def _conclude(
         stopped_early=stopped_early,
         num_forwards=num_forwards,
     )
+
+
+def _crossed(data: _Finite, sequences: Sequences) -> list[Contrast]:
+    """Main effects and interactions, where the plan has a factorial design."""
+    points = {left: data.of(variant) for left, variant in data.plan.points.items()}
+    return contrasts([p.name for p in data.plan.parts], points, sequences) if points else []
 
 
 def _effects(data: _Finite, reference: Floats, sequences: Sequences) -> dict[str, list[Effect]]:

@@ -162,7 +162,6 @@ def _results(sums: Floats) -> Floats:
     )
 
 
-def share_of(part: Estimate, total: Estimate) -> Measured:
-    """Systematic part of ``part`` as a share of that of ``total``, with the joint error."""
-    both = np.stack([part.sums["systematic_sq"], total.sums["systematic_sq"]])
-    return jackknife(lambda s: (s[0] / s[1])[None], both)[0]
+def share_of(part: Floats, total: Floats) -> Measured:
+    """A part's systematic square as a share of the total's, with the joint error. Both are sums over each sequence, ``[G]``."""
+    return jackknife(lambda s: (s[0] / s[1])[None], np.stack([part, total]))[0]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ Floats = NDArray[np.float64]
 class Contrast:
     """parts: one name for a main effect, two for an interaction. systematic_sq: unbiased E[contrast^2], nats^2. shift: its mean, nats.
 
-    p_adjusted: Holm over all contrasts of the same number of parts.
+    p_adjusted: Holm over all contrasts of the same number of parts. sums: the unbiased square summed over each sequence, ``[G]``.
     """
 
     parts: tuple[str, ...]
@@ -36,6 +36,7 @@ class Contrast:
     shift: Measured
     p_adjusted: float
     num_points: int
+    sums: Floats = field(repr=False, compare=False)
 
 
 def contrasts(names: Sequence[str], points: Mapping[tuple[bool, ...], Floats], sequences: Sequences) -> list[Contrast]:
@@ -45,7 +46,7 @@ def contrasts(names: Sequence[str], points: Mapping[tuple[bool, ...], Floats], s
         found = {
             chosen: _contrast(chosen, points, sequences) for chosen in itertools.combinations(range(len(names)), size)
         }
-        adjusted = holm([square.p_above for square, _ in found.values()])
+        adjusted = holm([square.p_above for square, _, _ in found.values()])
         out += [
             Contrast(
                 parts=tuple(names[i] for i in chosen),
@@ -53,19 +54,20 @@ def contrasts(names: Sequence[str], points: Mapping[tuple[bool, ...], Floats], s
                 shift=shift,
                 p_adjusted=p,
                 num_points=len(points),
+                sums=sums,
             )
-            for (chosen, (square, shift)), p in zip(found.items(), adjusted, strict=True)
+            for (chosen, (square, shift, sums)), p in zip(found.items(), adjusted, strict=True)
         ]
     return out
 
 
 def _contrast(
     chosen: Sequence[int], points: Mapping[tuple[bool, ...], Floats], sequences: Sequences
-) -> tuple[Measured, Measured]:
+) -> tuple[Measured, Measured, Floats]:
     draws: Floats = np.zeros_like(next(iter(points.values())))
     for state, logprobs in points.items():
         sign = np.prod([1 if state[i] else -1 for i in chosen])
         draws += 2 * sign / len(points) * logprobs
     rows = [sequences.sums(unbiased_square(draws)), sequences.sums(draws.mean(axis=0)), sequences.counts]
     square, shift = jackknife(lambda s: s[:2] / s[2], np.stack(rows))
-    return square, shift
+    return square, shift, rows[0]

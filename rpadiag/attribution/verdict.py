@@ -86,7 +86,7 @@ def _answer(result: Attribution) -> str:
 def _evidence(name: str, e: Estimate, result: Attribution) -> str:
     """The figure that a part is responsible by."""
     evidence = result.decisions[name].evidence
-    main = next((c for c in result.interactions if c.parts == (name,)), None)
+    main = result.main_effect(name)
     if main is not None:
         figure = (
             f"{pm(main.shift.value, main.shift.se)} nats on average"
@@ -119,8 +119,8 @@ def _part_finding(name: str, e: Estimate, result: Attribution, *, rank: int) -> 
         text=" ".join(sentences),
         region=name,
         numbers={
-            "systematic_sq": e.systematic_sq.value,
-            "systematic_sq_se": e.systematic_sq.se,
+            "systematic_sq": result.systematic(name).value,
+            "systematic_sq_se": result.systematic(name).se,
             "p_adjusted": decision.p_adjusted,
             "mean_shift": e.mean_shift.value,
             "mean_shift_se": e.mean_shift.se,
@@ -135,7 +135,7 @@ def _part_finding(name: str, e: Estimate, result: Attribution, *, rank: int) -> 
 
 
 def _decision_words(name: str, e: Estimate, decision: Decision, result: Attribution) -> str:
-    figures = f"systematic {squares(e.systematic_sq)} nats²"
+    figures = f"systematic {squares(result.systematic(name))} nats²"
     base = f"n = {e.num_tokens} tokens in {e.num_sequences} sequences, K = {e.num_replicates}"
     if e.is_zero:
         return f"switching it changes no logprob at all ({base})"

@@ -32,7 +32,8 @@ def show(run: Run) -> None:
         say()
     print_findings(run.findings)
     found = [row for row in run.table("attribution", COLUMNS).to_pylist() if row["kind"] == "ulp"]
-    rows = [row for row in found if row["design"] in DESIGNS]
+    crossed = {row["region"]: row for row in found if row["design"] == "main"}
+    rows = [_with_main(row, crossed) for row in found if row["design"] in DESIGNS]
     rows.sort(key=lambda row: (DESIGNS.index(row["design"]), -row["systematic_sq"]))
     header = (
         "left unaligned",
@@ -57,6 +58,12 @@ def show(run: Run) -> None:
         print_table("Main effects and interactions", ("parts", "systematic, nats²", "mean shift, nats", "p"), cells)
     say()
     say(f"run: {run.path}")
+
+
+def _with_main(row: Mapping[str, Any], crossed: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The row of one part with the mean square that its decision rests on: of its main effect, where there is one."""
+    main = crossed.get(row["region"]) if row["design"] == "each" else None
+    return row if main is None else {**row, **{k: main[k] for k in ("systematic_sq", "systematic_sq_se")}}
 
 
 def _row(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -95,9 +95,12 @@ def _wrapped(text: str, width: int = 52) -> str:
     return text if len(text) <= width else text[: width - 1].rstrip() + "\u2026"
 
 
-def part_rows(attribution: pd.DataFrame) -> pd.DataFrame:
-    """Rows to draw from the top: each part by size, all together, the self-control; under the first kind of noise."""
-    order = {"each": 0, "all": 1, "self": 2}
+def part_rows(attribution: pd.DataFrame, *, parts: str = "each") -> pd.DataFrame:
+    """Rows to draw from the top: each part by size, all together, the self-control; under the first kind of noise.
+
+    parts: the design that parts are drawn from, ``each`` or ``main``.
+    """
+    order = {parts: 0, "all": 1, "self": 2}
     shown = attribution[attribution["design"].isin(order) & (attribution["kind"] != "batch")].copy()
     shown["_order"] = shown["design"].map(order)
     return shown.sort_values(["_order", "systematic_sq"], ascending=[True, False], kind="stable")
@@ -110,7 +113,8 @@ def row_name(design: str, region: str) -> str:
 
 def systematic_forest(key: str, attribution: pd.DataFrame) -> Figure:
     """Systematic part of each part with whiskers of two standard errors; filled where it is told from zero."""
-    shown = part_rows(attribution)
+    crossed = "main" in set(attribution["design"])
+    shown = part_rows(attribution, parts="main" if crossed else "each")
     names = [row_name(d, r) for d, r in zip(shown["design"], shown["region"], strict=True)]
     value = shown["systematic_sq"].to_numpy(dtype="float64")
     error = np.nan_to_num(shown["systematic_sq_se"].to_numpy(dtype="float64"), posinf=0.0)
@@ -137,7 +141,12 @@ def systematic_forest(key: str, attribution: pd.DataFrame) -> Figure:
     return Figure(
         key=key,
         title="Systematic part",
-        caption="Mean squared systematic difference of a token when only this part keeps its own rounding. Whiskers are two standard errors, "
+        caption=(
+            "Mean squared systematic difference of a token that this part makes, averaged over all states of the others. "
+            if crossed
+            else "Mean squared systematic difference of a token when only this part keeps its own rounding. "
+        )
+        + "Whiskers are two standard errors, "
         "from differences between sequences; a filled mark is responsible, a hollow one is not told from zero.",
         data=data,
         layout=layout(

@@ -242,7 +242,11 @@ ATTRIBUTION = Table(
             "mean squared systematic part of a token against the aligned trainer; unbiased, may be below 0",
         ),
         _f64("systematic_rms", "nats", "root of systematic_sq, 0 where that is negative", nullable=True),
-        *_measured("share", "share", "systematic_sq as a share of that of `all`; null where that is not above zero"),
+        *_measured(
+            "share",
+            "share",
+            "systematic_sq (of the main effect, where there is one) as a share of that of `all`; null where that is not above zero",
+        ),
         *_measured(
             "mean_shift",
             "nats",
