@@ -16,6 +16,7 @@ from rpadiag.cli.demo import demo
 from rpadiag.cli.doctor import doctor
 from rpadiag.cli.fingerprint import fingerprint
 from rpadiag.cli.report import report
+from rpadiag.cli.rollouts import rollouts
 from rpadiag.errors import EXIT_BUG, EXIT_OK, EXIT_UNANSWERABLE, RpadiagError
 
 EXIT_INTERRUPTED = 130  # what shells use for SIGINT
@@ -51,7 +52,8 @@ def _root(
 app.command("compare", short_help="Hold both stacks against each other: verdict and evidence.")(compare)
 app.command("bisect", short_help="Attribute the divergence to regions, with error bars.")(bisect)
 app.command("fingerprint", short_help="Name the rounding contract that kernels follow.")(fingerprint)
-app.command("report", short_help="Draw runs into one self-contained HTML file.")(report)
+app.command("report", short_help="Draw runs into one HTML file; gates, Markdown, JUnit.")(report)
+app.command("rollouts", short_help="Check and measure recorded rollouts.")(rollouts)
 app.command("demo", short_help="Compare, bisect and report on a small model.")(demo)
 app.command("doctor", short_help="Show what works here and how to install the rest.")(doctor)
 

