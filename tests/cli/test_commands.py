@@ -169,7 +169,7 @@ def test_report_without_a_file_to_write_is_a_usage_error(
     compared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     both = ["--html", str(tmp_path / "a"), "--markdown", str(tmp_path / "a")]
-    for arguments, said in (([], "no file to write"), (both, "name the same file")):
+    for arguments, said in (([], "nothing to do"), (both, "name the same file")):
         assert run(["report", str(compared), *arguments]) == 2
         shown = capsys.readouterr()
         assert said in shown.err and "hint: " in shown.err and shown.out == ""
