@@ -1,4 +1,5 @@
-"""Causes of a difference that the stacks' own manifests name: quantised weights or KV cache, another configuration.
+"""Causes of a difference that the stacks' own manifests name: quantised weights or KV cache, another configuration, other
+logprobs than raw ones, a head in another dtype.
 
 They are facts, not measurements: what an engine says it ran with. A difference that has one of these causes is not
 called rounding, however small it is.
@@ -15,9 +16,12 @@ BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
 QUANTISED_WEIGHTS = "quantised-weights"
 QUANTISED_CACHE = "quantised-kv-cache"
 CONFIG_DIFFERS = "config-differs"
+PROCESSED_LOGPROBS = "processed-logprobs"
+HEAD_DTYPE = "head-dtype"
+BATCH_INVARIANT = "batch-invariant"
 # Points whose own operation a cause reaches; everything else that is off has another cause.
 REACHES = {
-    QUANTISED_WEIGHTS: ("q", "k", "v", "o", "gate", "up", "down", "logits", "embed"),
+    QUANTISED_WEIGHTS: ("q", "k", "v", "o", "gate", "up", "down", "router", "expert_out", "logits", "embed"),
     QUANTISED_CACHE: ("attn",),
 }
 # Manifest entry -> (region, what it is in words). Compared where both manifests have it.
@@ -39,6 +43,9 @@ def known_causes(trainer: Mapping[str, Any], rollout: Mapping[str, Any]) -> tupl
         *(f for name, meta in stacks if (f := _weights(name, meta)) is not None),
         *(f for name, meta in stacks if (f := _cache(name, meta)) is not None),
         *_configs(trainer, rollout),
+        *_sampling(rollout),
+        *_head(trainer, rollout),
+        *_batch_invariant(rollout),
     )
 
 
@@ -99,9 +106,53 @@ def _configs(trainer: Mapping[str, Any], rollout: Mapping[str, Any]) -> list[Fin
     return out
 
 
+def _sampling(rollout: Mapping[str, Any]) -> list[Finding]:
+    """Logprobs of the distribution that was sampled from, where that is not the model's own."""
+    mode, sampling = str(rollout.get("logprobs_mode") or ""), rollout.get("sampling")
+    if not mode.startswith("processed") or not isinstance(sampling, Mapping):
+        return []
+    temperature, top_p = float(sampling.get("temperature", 1.0)), float(sampling.get("top_p", 1.0))
+    if (temperature, top_p) == (1.0, 1.0):
+        return []
+    text = (
+        f"The rollout's logprobs of sampled tokens are those after temperature {temperature:g} and top-p {top_p:g} ({mode}), the "
+        "trainer's are raw. This is another quantity, not another rounding"
+    )
+    numbers = {"temperature": temperature, "top_p": top_p, "logprobs_mode": mode}
+    return [
+        Finding(code=PROCESSED_LOGPROBS, severity="error", region="sampling", text=f"{text}.", numbers=numbers, rank=0)
+    ]
+
+
+def _head(trainer: Mapping[str, Any], rollout: Mapping[str, Any]) -> list[Finding]:
+    """Logits that one stack computes in another dtype than its model."""
+    ours, theirs = trainer.get("head_dtype") or trainer.get("dtype"), rollout.get("head_dtype")
+    if not ours or not theirs or ours == theirs:
+        return []
+    text = (
+        f"The heads compute in different dtypes: logits are {theirs} in the rollout and {ours} in the trainer. That moves every "
+        "logprob, in the head alone; no region aligns it. Give both the same: head_dtype in vLLM, or logits computed in float32 in the "
+        "trainer."
+    )
+    numbers = {"trainer": str(ours), "rollout": str(theirs)}
+    return [Finding(code=HEAD_DTYPE, severity="warning", region="lm_head", text=text, numbers=numbers, rank=1)]
+
+
+def _batch_invariant(rollout: Mapping[str, Any]) -> list[Finding]:
+    """A rollout whose kernels do not depend on the batch: its own floors are then a control with a known answer."""
+    environment = rollout.get("env")
+    if not isinstance(environment, Mapping) or environment.get("VLLM_BATCH_INVARIANT", "0") in ("", "0"):
+        return []
+    text = (
+        "The rollout ran in batch-invariant mode: what it computes for a token does not depend on its batch, so its own noise floors "
+        "should be 0, and what remains is the difference of the stacks."
+    )
+    return [Finding(code=BATCH_INVARIANT, severity="info", text=text, rank=6)]
+
+
 def _shown(value: Any, other: Any) -> str:
     """A value in a sentence; of an object only what the other side has differently."""
     if isinstance(value, Mapping) and isinstance(other, Mapping):
         differing = [k for k in sorted(value.keys() | other.keys()) if value.get(k) != other.get(k)]
-        return ", ".join(f"{k} {value.get(k, 'absent')}" for k in differing)
-    return str(value)
+        return ", ".join(f"{k} {_shown(value.get(k, 'absent'), None)}" for k in differing)
+    return f"{value:g}" if isinstance(value, float) else str(value)

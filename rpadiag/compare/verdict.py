@@ -19,7 +19,7 @@ from rpadiag.compare.evidence import (
     suspects,
 )
 from rpadiag.compare.experts import flip_findings
-from rpadiag.compare.verdict_causes import beyond_in_fp32, config_differs, named_cause, without_local
+from rpadiag.compare.verdict_causes import beyond_in_fp32, config_differs, named_cause, other_logprobs, without_local
 from rpadiag.findings import Finding, Verdict
 from rpadiag.sites import region_of, split_site
 
@@ -32,7 +32,7 @@ MIN_ONE_SIDED = 100
 def decide(evidence: Evidence) -> Verdict:
     """The verdict, with its evidence most telling first."""
     rules = (
-        _not_comparable, _identical, _not_finite, named_cause, _mistake_in_fp32, _mistake_in_lp, config_differs, _without_local,
+        _not_comparable, _identical, other_logprobs, _not_finite, named_cause, _mistake_in_fp32, _mistake_in_lp, config_differs, _without_local,
     )  # fmt: skip
     verdict = next((v for rule in rules if (v := rule(evidence)) is not None), None) or _rounding_only(evidence)
     named = [f for f in evidence.causes if f not in verdict.evidence]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rpadiag.compare.causes import CONFIG_DIFFERS, QUANTISED_CACHE, QUANTISED_WEIGHTS, REACHES
+from rpadiag.compare.causes import CONFIG_DIFFERS, PROCESSED_LOGPROBS, QUANTISED_CACHE, QUANTISED_WEIGHTS, REACHES
 from rpadiag.compare.evidence import (
     FP32_LOCAL_REL_L2,
     FP32_MEAN_ABS_D,
@@ -46,6 +46,21 @@ def named_cause(e: Evidence) -> Verdict | None:
         f"To see rounding alone, compare without it.{beside}",
         site=others[0] if others else None,
         evidence=tuple(quantised) + _config_findings(e),
+    )
+
+
+def other_logprobs(e: Evidence) -> Verdict | None:
+    """The rollout handed out logprobs of the distribution that it sampled from: a question of semantics, not of numerics."""
+    found = tuple(f for f in e.causes if f.code == PROCESSED_LOGPROBS)
+    if not found:
+        return None
+    return Verdict(
+        kind="different computation",
+        sentence=f"Different computation at logprob (sampling): {_lower(found[0].text)} No rounding position closes a gap that this makes: "
+        f"take raw_logprobs from vLLM, or divide the trainer's logits by the temperature. Together the logprobs differ by "
+        f"{e.mean_abs_d:.3f} nats per token (mean |d|, n = {e.num_tokens}).",
+        site="logprob",
+        evidence=found,
     )
 
 

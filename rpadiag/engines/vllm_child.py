@@ -54,6 +54,11 @@ def child_environment(
         if device == "cpu":
             found["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # ranks are bound to memory nodes otherwise, one each
     if device == "cpu":
+        if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
+            raise UsageError(
+                "VLLM_BATCH_INVARIANT is set, and vLLM's batch-invariant mode is for GPUs: on a CPU it changes nothing",
+                hint="unset it; the manifest would name a mode that the engine was not in",
+            )
         found |= {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE"}
         if deterministic:
             found["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"

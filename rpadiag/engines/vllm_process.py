@@ -366,6 +366,7 @@ def _effective(config: Any) -> dict[str, Any]:
     mode = getattr(compilation, "mode", None)
     return {
         "dtype": str(model.dtype).removeprefix("torch."),
+        "head_dtype": str(getattr(model, "head_dtype", model.dtype)).removeprefix("torch."),
         "attention_backend": ", ".join(sorted(backends)) or None,
         "enforce_eager": model.enforce_eager,
         "compile_mode": getattr(mode, "name", None if mode is None else str(mode)),

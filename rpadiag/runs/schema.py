@@ -165,6 +165,12 @@ TOKENS = Table(
         _i32("q_rank", "rank", "rank of the token under the rollout engine, 1 = most likely", nullable=True),
         _i32("p_argmax", "token id", "the trainer's most likely token", nullable=True),
         _i32("q_argmax", "token id", "the rollout engine's most likely token", nullable=True),
+        _f32(
+            "q_rescored",
+            "nats",
+            "log-probability under the rollout engine when the whole sequence is scored as a prompt; null unless it was sampled",
+            nullable=True,
+        ),
     ),
 )
 

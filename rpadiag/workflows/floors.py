@@ -31,8 +31,14 @@ def measure_floors(
     trainer_scores: Sequence[TokenScores],
     rollout_scores: Sequence[TokenScores],
     progress: Progress,
+    *,
+    decoded: Sequence[TokenScores] = (),
+    rescored: Sequence[TokenScores] = (),
 ) -> list[dict[str, Any]]:
-    """Rows of metrics.json's ``floors``: trainer alone against padded, rollout alone against batched, decode against rescored."""
+    """Rows of metrics.json's ``floors``: each stack alone against in a batch, and the rollout's decoding against its prefill.
+
+    decoded, rescored: of sampled tokens, decoded one sequence at a time and scored as prompts.
+    """
     used = within_budget(sequences, FLOOR_TOKENS)
     out: list[dict[str, Any]] = []
     with progress.stage("noise floors", total=3) as bar:
@@ -50,9 +56,17 @@ def measure_floors(
             batched = [r.scores.logprob for r in together]
             out.append(_floor("rollout_batched", "rollout", "alone against in a batch", heads, batched))
         bar.advance()
-        generated = [i for i in used if len(sequences[i].token_ids) > sequences[i].num_prompt_tokens]
-        if generated and rollout.real:  # an emulation scores sampled tokens in the forward that rescores them
-            out.append(_decode_floor(rollout, sequences, rollout_scores, generated))
+        generated = [i for i in range(len(sequences)) if len(sequences[i].token_ids) > sequences[i].num_prompt_tokens]
+        for name, text, others in (
+            ("rollout_decode_batched", "sampled in a batch against decoded alone", decoded),
+            ("rollout_rescored", "sampled against rescored as a prompt", rescored),
+        ):
+            if generated and others:
+                starts = [sequences[i].num_prompt_tokens - 1 for i in generated]
+                pairs = (
+                    [s[i].logprob[n:] for i, n in zip(generated, starts, strict=True)] for s in (rollout_scores, others)
+                )
+                out.append(_floor(name, "rollout", text, *pairs))
         bar.advance()
     return out
 
@@ -67,25 +81,6 @@ def within_budget(sequences: Sequence[TokenSequence], budget: int) -> list[int]:
             break
         used.append(index)
     return used
-
-
-def _decode_floor(
-    rollout: Rollout, sequences: Sequence[TokenSequence], scores: Sequence[TokenScores], generated: Sequence[int]
-) -> dict[str, Any]:
-    """Sampled logprobs against the same tokens rescored as a prompt."""
-    from rpadiag.engines.base import TokenSequence
-
-    whole = [
-        TokenSequence(
-            prompt=sequences[i].prompt, token_ids=sequences[i].token_ids, num_prompt_tokens=len(sequences[i].token_ids)
-        )
-        for i in generated
-    ]
-    rescored = rollout.engine.score(whole, sites=(), bundle_dir=None)
-    starts = [sequences[i].num_prompt_tokens - 1 for i in generated]
-    sampled = [scores[i].logprob[start:] for i, start in zip(generated, starts, strict=True)]
-    again = [r.scores.logprob[start:] for r, start in zip(rescored, starts, strict=True)]
-    return _floor("rollout_rescored", "rollout", "sampled against rescored as a prompt", sampled, again)
 
 
 def _prompt_only(sequence: TokenSequence) -> TokenSequence:

@@ -108,12 +108,15 @@ def start_rollout(
 
 
 def _vllm(engine: VllmEngine) -> Rollout:
-    version = engine.manifest().get("vllm_version", "")
+    manifest = engine.manifest()
+    invariant = ", batch-invariant" if manifest.get("env", {}).get("VLLM_BATCH_INVARIANT", "0") not in ("", "0") else ""
     hidden = {split_site(s)[1] for s in engine.facts.sites} - {split_site(s)[1] for s in engine.sites}
     reason = "the compiled engine calls no module at this point"
-    return Rollout(
-        engine=engine, label=f"vLLM {version}".strip(), real=True, absent=dict.fromkeys(sorted(hidden), reason)
-    )
+    absent = dict.fromkeys(sorted(hidden), reason)
+    if manifest["head_dtype"] != manifest["dtype"]:
+        absent["logits"] = f"vLLM computes logits in {manifest['head_dtype']}, the model runs in {manifest['dtype']}"
+    label = f"vLLM {manifest.get('vllm_version', '')}".strip() + invariant
+    return Rollout(engine=engine, label=label, real=True, absent=absent)
 
 
 def visible_sites(chosen: list[str], rollout: Rollout, *, asked: bool) -> list[str]:
@@ -123,6 +126,7 @@ def visible_sites(chosen: list[str], rollout: Rollout, *, asked: bool) -> list[s
         hidden = next(s for s in chosen if s not in seen)
         raise CaptureError(
             f"site {hidden} cannot be seen in {rollout.label}: {rollout.absent[split_site(hidden)[1]]}",
-            hint="rerun with --mode eager, or ask for " + ", ".join(sorted({split_site(s)[1] for s in seen})),
+            hint="ask for "
+            + (", ".join(sorted({split_site(s)[1] for s in seen})) or "other sites, or rerun with --mode eager"),
         )
     return seen
