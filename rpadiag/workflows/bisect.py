@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rpadiag.attribution.attribute import Attribution, attribute
-from rpadiag.attribution.design import Replicate, Variant, layers_by_region, parts_of
+from rpadiag.attribution.design import Replicate, parts_of
 from rpadiag.attribution.plan import Plan
 from rpadiag.attribution.rows import attribution_rows, effect_rows, summary
 from rpadiag.attribution.verdict import findings, verdict
@@ -24,15 +24,18 @@ from rpadiag.compare.pairing import Pairing, SequencePair
 from rpadiag.findings import Finding, Verdict
 from rpadiag.runs import RunWriter, token_digest, weights_digest
 from rpadiag.runs.journal import Journal, journaled_run
+from rpadiag.workflows.bisect_local import LocalEvidence, local_evidence, local_findings
+from rpadiag.workflows.bisect_score import PrefixScorer, ScoringCost
 from rpadiag.workflows.compare_rows import prompt_row
 from rpadiag.workflows.control import subset
 from rpadiag.workflows.inputs import Inputs, check_model, load_inputs
 from rpadiag.workflows.options import BisectOptions
-from rpadiag.workflows.progress import SILENT, Progress, Stage
+from rpadiag.workflows.progress import SILENT, Progress
 from rpadiag.workflows.rollout import default_preset
 
 if TYPE_CHECKING:
     from rpadiag.engines.base import TokenSequence
+    from rpadiag.engines.switches import TrainerSwitches
 
 LOCAL_TOKENS = 256  # the local picture is a share of millions of elements; more tokens do not change it
 
@@ -65,6 +68,7 @@ def run_bisect(
         inputs = load_inputs(options, progress, attention=options.attention)
         contract = options.contract or default_preset(inputs.device, inputs.dtype)
         stack.enter_context(_products(inputs, run, progress))
+        switches = _switches(options, inputs, contract, run)
         run.set_effective(device=inputs.device, dtype=inputs.dtype, contract=contract)
         run.set_manifest(reference_contract=contract)
         prompts = {p.index: p for p in inputs.prompts}
@@ -75,9 +79,11 @@ def run_bisect(
         plan = plan_of(options, inputs.facts.num_layers)
         journal.bind(_identity(options, inputs, contract, weights_digest(weights)))
         with progress.stage("local picture"):
-            local = _local_picture(options, inputs, run, contract)
-        result = _attribute(plan, inputs, contract, journal, stack, progress, local)
-        told = findings(result)
+            _local_picture(options, inputs, run, switches)
+        with progress.stage("first-order effects"):
+            local = local_evidence(inputs.trainer, inputs.sequences, switches, plan.parts)
+        result, cost = _attribute(plan, inputs, switches, journal, progress, local)
+        told = sorted([*findings(result), *local_findings(local)], key=lambda f: f.rank)
         sentence = verdict(result, told)
         journal.copy_to(run)
         run.add_attribution(attribution_rows(result))
@@ -85,7 +91,7 @@ def run_bisect(
         for finding in told:
             run.add_finding(finding)
         run.set_verdict(sentence)
-        run.set_metrics({"attribution": summary(result)})
+        run.set_metrics({"attribution": summary(result), "scoring": cost.to_dict(), "local": local.to_dict()})
         run.set_manifest(trainer={**inputs.trainer.manifest(), "model": options.model})
     return Bisection(run=options.run, attribution=result, findings=told, verdict=sentence)
 
@@ -106,26 +112,28 @@ def plan_of(options: BisectOptions, num_layers: int) -> Plan:
 def _attribute(
     plan: Plan,
     inputs: Inputs,
-    contract: str,
+    switches: TrainerSwitches,
     journal: Journal,
-    stack: ExitStack,
     progress: Progress,
-    local: Mapping[str, float],
-) -> Attribution:
-    """Score what the journal does not have, write it there, and conclude."""
+    local: LocalEvidence,
+) -> tuple[Attribution, ScoringCost]:
+    """Score what the journal does not have, write it there, and conclude; and what the scoring took."""
     done = dict(_known(plan, journal))
     if done:
         progress.note(f"resumed: {len(done)} of at most {plan.num_forwards} forwards are there already")
     steps = (plan.num_forwards - len(done)) * len(inputs.sequences)
     with progress.stage("rounding replicates", total=steps) as bar:
-        return attribute(
-            _Scorer(inputs, contract, stack, bar).score,
+        scorer = PrefixScorer(inputs.trainer, inputs.sequences, switches, on_forward=bar.advance)
+        result = attribute(
+            scorer,
             plan,
             _sequence_ids(inputs.sequences),
             done=done.items(),
             on_scored=lambda replicate, logprobs: journal.append(_row(replicate, logprobs)),
-            local_differing=local,
+            local_differing=local.differing,
+            local_effects=local.effects,
         )
+    return result, scorer.cost
 
 
 def _row(replicate: Replicate, logprobs: np.ndarray) -> dict[str, Any]:
@@ -174,83 +182,33 @@ def _products(inputs: Inputs, run: RunWriter, progress: Progress) -> AbstractCon
     return fp32_products(inputs.trainer.model)
 
 
-class _Scorer:
-    """Scores replicates; the trainer is aligned once per variant, since replicates arrive variant by variant."""
+def _switches(options: BisectOptions, inputs: Inputs, contract: str, run: RunWriter) -> TrainerSwitches:
+    """The trainer's switches; a region that this model lacks is an error before the long work."""
+    from rpadiag.engines.products import has_slow_products
+    from rpadiag.engines.switches import TrainerSwitches
 
-    def __init__(self, inputs: Inputs, contract: str, stack: ExitStack, bar: Stage) -> None:
-        self._contract = contract
-        self._inputs = inputs
-        self._bar = bar
-        self._variant: Variant | None = None
-        self._aligned = stack.enter_context(ExitStack())
-
-    def score(self, replicates: Sequence[Replicate]) -> Iterator[tuple[Replicate, np.ndarray]]:
-        """Logprobs of every scored token of every sequence, [num_tokens], nats."""
-        for replicate in replicates:
-            yield replicate, self._logprobs(replicate)
-
-    def _logprobs(self, replicate: Replicate) -> np.ndarray:
-        if replicate.variant != self._variant:
-            self._aligned.close()
-            self._variant = None
-            self._align(replicate.variant)
-            self._variant = replicate.variant
-        out = []
-        for number, sequence in enumerate(self._inputs.sequences):
-            out.append(self._forward(sequence.token_ids, replicate, number))
-            self._bar.advance()
-        return np.concatenate(out).astype(np.float64)
-
-    def _align(self, variant: Variant) -> None:
-        from rpadiag.regions.align import align
-
-        groups: dict[tuple[int, ...], list[str]] = {}
-        for region, layers in layers_by_region(variant.aligned, self._inputs.facts.num_layers).items():
-            groups.setdefault(layers, []).append(region)
-        for layers, regions in groups.items():
-            self._aligned.enter_context(
-                align(self._inputs.trainer.model, regions=regions, contract=self._contract, layers=layers)
-            )
-
-    def _forward(self, token_ids: Sequence[int], replicate: Replicate, number: int) -> np.ndarray:
-        trainer = self._inputs.trainer
-        if replicate.kind == "none":
-            return trainer.forward(token_ids).logprob
-        if replicate.kind == "batch":
-            drawn = np.random.default_rng([replicate.seed, number])
-            longer = len(token_ids) + int(drawn.integers(1, 17))
-            rows = [
-                drawn.integers(0, self._inputs.facts.vocab_size, longer).tolist() for _ in range(drawn.integers(1, 4))
-            ]
-            return trainer.forward_padded([token_ids, *rows])[0].logprob
-        offsets = _offsets(len(token_ids), self._inputs.facts.hidden_size, replicate.seed, number)
-        return trainer.forward_with_embedding_offset(token_ids, offsets).logprob
-
-
-def _offsets(num_tokens: int, hidden_size: int, seed: int, number: int) -> Any:
-    """-1, 0 or +1 per element of one sequence's embedding, int8 [T, hidden]; the same on every machine."""
-    import torch
-
-    drawn = np.random.default_rng([seed, number]).integers(-1, 2, size=(num_tokens, hidden_size), dtype=np.int8)
-    return torch.from_numpy(drawn)
+    model = inputs.trainer.model
+    switches = TrainerSwitches(model, contract=contract, wide_products=has_slow_products(model))
+    with switches.aligned(dict.fromkeys(options.regions)):
+        run.set_manifest(aligned_means={region: switches.regions[region] for region in options.regions})
+    return switches
 
 
 def _sequence_ids(sequences: Sequence[TokenSequence]) -> np.ndarray:
     return np.concatenate([np.full(len(s.token_ids) - 1, i, dtype=np.int64) for i, s in enumerate(sequences)])
 
 
-def _local_picture(options: BisectOptions, inputs: Inputs, run: RunWriter, contract: str) -> dict[str, float]:
-    """Share of elements of each region that differ when the trainer's own operation is fed the aligned forward's input."""
+def _local_picture(options: BisectOptions, inputs: Inputs, run: RunWriter, switches: TrainerSwitches) -> None:
+    """Rows of ``sites.parquet``: the trainer's own operations fed the tensors of the forward with every region aligned."""
     from rpadiag.engines.bundle import BundleWriter, open_bundle
-    from rpadiag.regions.align import align
 
     directory = run.scratch_dir() / "aligned"
     chosen = subset(inputs.sequences, LOCAL_TOKENS)
     sites = [s for s in inputs.facts.sites if s not in ("logits", "logprob")]
     scores = []
     with (
-        align(inputs.trainer.model, regions=options.regions, contract=contract),
-        BundleWriter(directory, {"engine": "trainer", "contract": contract}) as writer,
+        switches.aligned(dict.fromkeys(options.regions)),
+        BundleWriter(directory, {"engine": "trainer", "aligned": list(options.regions)}) as writer,
     ):
         for number, sequence in enumerate(chosen):
             writer.begin(number)
@@ -274,4 +232,3 @@ def _local_picture(options: BisectOptions, inputs: Inputs, run: RunWriter, contr
             capture=bundle.capture(number),
         )
         run.add_sites(pairing.compare(pair)[1])
-    return {region: stats.differing for region, stats in pairing.aggregate.local_by_region().items()}

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rpadiag.attribution.design import Part, layers_by_region
+from rpadiag.findings import Finding
 from rpadiag.sites import region_of, split_site
 from rpadiag.structure import ONE_SIDED_LIMIT
 
@@ -64,10 +65,11 @@ class Made:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalEvidence:
-    """made: by region and layer. effects: first-order change [N] of each logprob when a part is not aligned, nats, by
-    part name; empty with the ``reason`` where the trainer cannot be differentiated."""
+    """made: by region and layer. differing: share of elements that differ, by part name. effects: first-order change [N] of
+    each logprob when a part is not aligned, nats, by part name; empty with the ``reason`` where the trainer cannot be differentiated."""
 
     made: tuple[Made, ...]
+    differing: Mapping[str, float]
     effects: Mapping[str, NDArray[np.float64]]
     num_draws: int
     reason: str | None = None
@@ -80,6 +82,11 @@ class LocalEvidence:
                 for name in ("num_elements", "num_differing", "num_away", "num_toward", "shift"):
                     setattr(total, name, getattr(total, name) + getattr(one, name))
         return total
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form: one row per region and layer."""
+        rows = [{**vars(m), "balance": m.balance, "one_sided": m.one_sided} for m in self.made]
+        return {"num_draws": self.num_draws, "reason": self.reason, "made": [_without_nan(row) for row in rows]}
 
     def one_sided_sentences(self) -> list[str]:
         """One sentence for each region whose differences all point one way."""
@@ -94,6 +101,24 @@ class LocalEvidence:
                     f"{truncating} computation, as truncation does."
                 )
         return out
+
+
+def local_findings(evidence: LocalEvidence) -> list[Finding]:
+    """Regions whose differences all point one way, and why there are no first-order effects, where there are none."""
+    found = [
+        Finding(code="one-sided", severity="warning", text=text, region=text.partition(":")[0], rank=12)
+        for text in evidence.one_sided_sentences()
+    ]
+    if evidence.reason is not None:
+        found.append(
+            Finding(code="no-first-order", severity="info", text=f"No first-order effects: {evidence.reason}.", rank=60)
+        )
+    return found
+
+
+def _without_nan(row: dict[str, Any]) -> dict[str, Any]:
+    """NaN, which JSON does not have, as None."""
+    return {k: None if isinstance(v, float) and np.isnan(v) else v for k, v in row.items()}
 
 
 def local_evidence(
@@ -133,6 +158,7 @@ class _Evidence:
         self._wanted = [s for s in trainer.facts.sites if s in wanted]
         self._reads = {site: trainer.reads(site) for site in self._wanted}
         self._made: dict[Key, Made] = {}
+        self._counts: dict[str, tuple[int, int]] = {}  # site -> differing, elements
 
     def of(self, sequences: Sequence[TokenSequence]) -> LocalEvidence:
         from rpadiag.engines.linear import LinearTrainer
@@ -160,10 +186,15 @@ class _Evidence:
             made.shift = made.shift / total if reason is None else float("nan")
         return LocalEvidence(
             made=tuple(self._made.values()),
+            differing={name: self._differing(sites) for name, sites in self._sites.items()},
             effects={} if reason else {name: np.concatenate(found) for name, found in effects.items()},
             num_draws=self._num_draws,
             reason=reason,
         )
+
+    def _differing(self, sites: Sequence[str]) -> float:
+        found = [self._counts[site] for site in sites]
+        return sum(n for n, _ in found) / max(1, sum(n for _, n in found))
 
     def _propagate(
         self,
@@ -232,6 +263,8 @@ class _Evidence:
         made = self._of(site)
         larger = (own.abs() > aligned.abs()).sum()
         differing = int((own != aligned).sum())
+        before = self._counts.get(site, (0, 0))
+        self._counts[site] = before[0] + differing, before[1] + own.numel()
         made.num_elements += own.numel()
         made.num_differing += differing
         made.num_away += int(larger)
