@@ -4,7 +4,8 @@
 
 bf16, 16,384 tokens; hidden 4096; intermediate 12288; 32 query and 8 key heads of 128. Peers that are not installed are
 listed as absent with the reason. Bytes are the fewest that the operation can move: every input read once, every output
-written once. An implementation that moves more shows a smaller share.
+written once. An implementation that moves more shows a smaller share. All are timed in turn, ROUNDS times over; a number is the
+median of the rounds, and the rounds themselves are written out, for the noise between them.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from timing import copy_bandwidth, time_calls
 
 TOKENS, HIDDEN, INTERMEDIATE, Q_HEADS, K_HEADS, HEAD_SIZE = 16384, 4096, 12288, 32, 8, 128
 EPS = 1e-6
+ROUNDS = 3
 
 
 def randn(*shape: int, grad: bool = False) -> Tensor:
@@ -64,18 +66,37 @@ def forward_and_backward(
     return call
 
 
-def measure(
-    name: str, function: Callable[..., Any], region: str, data: Any, copy: float, has_backward: bool
-) -> dict[str, Any]:
-    inputs, grads, forward_bytes, backward_bytes = data
-    row: dict[str, Any] = {"region": region, "name": name}
+def measure(function: Callable[..., Any], data: Any, has_backward: bool) -> dict[str, float]:
+    """Microseconds of the forward, and of forward and backward."""
+    inputs, grads, _, _ = data
     with torch.no_grad():
-        timing = time_calls(lambda: function(*inputs))
-    row["forward"] = {**asdict(timing), "share": timing.share(forward_bytes, copy)}
+        found = {"forward": time_calls(lambda: function(*inputs)).median_us}
     if has_backward:
-        timing = time_calls(forward_and_backward(function, inputs, grads))
-        row["forward_backward"] = {**asdict(timing), "share": timing.share(forward_bytes + backward_bytes, copy)}
-    return row
+        found["forward_backward"] = time_calls(forward_and_backward(function, inputs, grads)).median_us
+    return found
+
+
+def measure_region(region: str, copy: float) -> list[dict[str, Any]]:
+    """A row for each implementation of a region."""
+    rows: list[dict[str, Any]] = []
+    ready = []
+    for peer in PEERS[region]:
+        row: dict[str, Any] = {"region": region, "name": peer.name}
+        rows.append(row)
+        try:
+            function, data = peer.load(), inputs_of(region)  # new inputs for each: some overwrite theirs
+            measure(function, data, peer.has_backward)
+            ready.append((row, function, data, peer.has_backward))
+        except Exception as error:  # noqa: BLE001  one peer that fails must not hide the others
+            row["absent"] = f"{type(error).__name__}: {error}"[:300]
+    rounds = [[measure(function, data, both) for _, function, data, both in ready] for _ in range(ROUNDS)]
+    for (row, _, data, _), *found in zip(ready, *rounds, strict=True):
+        for kind, num_bytes in (("forward", data[2]), ("forward_backward", data[2] + data[3])):
+            if kind in found[0]:
+                times = [one[kind] for one in found]
+                median = statistics.median(times)
+                row[kind] = {"median_us": median, "rounds_us": times, "share": num_bytes / (median * 1e-6) / copy}
+    return rows
 
 
 def print_row(row: dict[str, Any]) -> None:
@@ -113,24 +134,7 @@ def main() -> None:
 
             found = measure_ulp(copy)
         else:
-            found = []
-            for peer in PEERS[region]:
-                try:
-                    function = peer.load()
-                except (ImportError, AttributeError, OSError) as error:
-                    found.append({"region": region, "name": peer.name, "absent": str(error)[:200]})
-                    continue
-                try:
-                    # New inputs for each: some implementations overwrite theirs.
-                    found.append(measure(peer.name, function, region, inputs_of(region), copy, peer.has_backward))
-                except Exception as error:  # noqa: BLE001  one peer that fails must not hide the others
-                    found.append(
-                        {
-                            "region": region,
-                            "name": peer.name,
-                            "absent": f"failed: {type(error).__name__}: {error}"[:300],
-                        }
-                    )
+            found = measure_region(region, copy)
         for row in found:
             print_row(row)
         rows += found
