@@ -78,9 +78,11 @@ def logprob_block(scored: pd.DataFrame, key: str) -> Block | None:
 def worst_block(tokens: pd.DataFrame, scored: pd.DataFrame, key: str) -> Block | None:
     if not len(scored) or not float(np.abs(scored["d"]).max()) > 0:
         return None
-    by_prompt = {int(g["prompt"].iloc[0]): g for _, g in tokens.groupby("prompt")}
+    furthest = pooling.largest(scored, NUM_WORST)
+    around = tokens[tokens["prompt"].isin(furthest["prompt"])]
+    by_prompt = {int(g["prompt"].iloc[0]): g for _, g in around.groupby("prompt")}
     rows = []
-    for _, t in pooling.largest(scored, NUM_WORST).iterrows():
+    for _, t in furthest.iterrows():
         before, word, after = pooling.context_of(by_prompt[int(t["prompt"])], int(t["position"]))
         p_top, q_top = t["p_argmax"], t["q_argmax"]
         rows.append(
@@ -172,7 +174,7 @@ def metrics_block(metrics: Mapping[str, Any], key: str) -> Block | None:
     logprob = metrics.get("logprob") or {}
     if not logprob:
         return None
-    sources = [s for s in ("all", "prefill", "decode") if s in logprob]
+    sources = [s for s in ("all", "prefill", "decode", "rescored") if s in logprob]
     if len(sources) == 2:
         sources = ["all"]
     known = {m.name for m in METRICS}

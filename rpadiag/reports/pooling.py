@@ -39,7 +39,10 @@ def pool_sites(sites: pd.DataFrame, *, precision: str, by: Sequence[str]) -> pd.
     parts["region"], parts["local_reason"] = chosen["region"], chosen["local_reason"]
     how = {c: _HOW.get(c.removeprefix("local_"), "sum") for c in parts.columns if c not in by}
     how |= {"region": "first", "local_reason": "first"}  # the first that is not null
-    sums = parts.groupby(list(by), dropna=False, sort=False).agg(how).reset_index()
+    sums = parts.groupby(list(by), dropna=False, sort=False, observed=True).agg(how).reset_index()
+    for name in ("point", "region", "local_reason"):  # categories sort and map by their order, not by what they say
+        if name in sums:
+            sums[name] = sums[name].astype(object)
     for prefix in ("", "local_"):
         measured = sums[f"{prefix}n"].to_numpy() > 0
         with np.errstate(invalid="ignore", divide="ignore"):

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from rpadiag.findings import Judgement
-from rpadiag.reports import blocks, blocks_attribution, blocks_gates, pooling, records
+from rpadiag.reports import blocks, blocks_attribution, blocks_gates, records
+from rpadiag.reports.reading import read_sites, read_tokens
 from rpadiag.reports.view import Block, Section, Statement, Tile, count, is_missing, number, percent, plural
 from rpadiag.runs import Run
 
@@ -121,9 +122,9 @@ def _tiles(metrics: Mapping[str, Any]) -> list[Tile]:
 
 
 def _blocks(main: Run, bisects: Sequence[Run], key: str) -> list[Block | None]:
-    sites, tokens = main.sites(), main.tokens()
+    sites = read_sites(main)
+    tokens, scored = read_tokens(main)
     compared = main.manifest.get("command") != "bisect"
-    scored = pooling.scored_tokens(tokens)
     where = blocks.sites_block(main, sites, key, compared=compared)
     which = [
         blocks_attribution.attribution_block(b, f"{key}-attribution{'' if i == 0 else i + 1}", alone=b is main)

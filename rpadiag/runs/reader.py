@@ -113,9 +113,12 @@ class Run:
         _check_columns(path, table, found, columns)
         return found
 
-    def frame(self, name: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        """A table as pandas; nullable integer columns come as Int32 or Int64, so null stays null."""
-        return _to_pandas(table_named(name), self.table(name, columns))
+    def frame(self, name: str, columns: Sequence[str] | None = None, *, categories: Sequence[str] = ()) -> pd.DataFrame:
+        """A table as pandas; nullable integer columns come as Int32 or Int64, so null stays null.
+
+        categories: text columns with few values, which then cost a byte or two a row.
+        """
+        return _to_pandas(table_named(name), self.table(name, columns), categories)
 
     def prompts(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
         return self.frame("prompts", columns)
@@ -141,10 +144,10 @@ def _check_columns(path: Path, table: Table, found: pa.Table, columns: Sequence[
             )
 
 
-def _to_pandas(table: Table, found: pa.Table) -> pd.DataFrame:
+def _to_pandas(table: Table, found: pa.Table, categories: Sequence[str] = ()) -> pd.DataFrame:
     import pandas as pd
 
-    frame = found.to_pandas()
+    frame = found.to_pandas(categories=list(categories))
     for column in table.columns:
         if column.nullable and column.type in ("int32", "int64") and column.name in found.column_names:
             dtype: Any = pd.Int32Dtype() if column.type == "int32" else pd.Int64Dtype()
