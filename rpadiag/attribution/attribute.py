@@ -116,7 +116,8 @@ def attribute(
 
     sequence_ids: sequence of each token, ``[N]``. done: replicates that an earlier, interrupted attribution scored; they are not asked for
     again. on_scored: called with each answer as it comes. local_differing: share of elements each part's operations move when fed the
-    same input. local_effects: first-order change of each logprob when a part is not aligned, ``[N]`` nats, by part name.
+    same input. local_effects: first-order change of each logprob when a part is not aligned, nats, by part name: ``[N]``, or better
+    several draws of it ``[D, N]`` (see :func:`compare_with_local`).
     """
     collected = Collected(done)
     asked, stopped, used = 0, False, 0
@@ -236,7 +237,7 @@ def _conclude(
         confirmations=_confirmations(data, variants_each, sequences),
         interactions=tuple(crossed),
         local={
-            n: compare_with_local(n, g[keep], data.of(variants_each[n]), reference, sequences)
+            n: compare_with_local(n, g[..., keep], data.of(variants_each[n]), reference, sequences)
             for n, g in local_effects.items()
         },
         local_differing=local_differing,

@@ -14,6 +14,9 @@ from rpadiag.attribution.resample import Measured, Sequences, jackknife, mean_ov
 
 CONTROL_P = 0.0027  # three standard errors of a normal distribution
 SATURATED_SHARE = 0.7
+ENOUGH_SPREAD = (
+    0.9  # m distinct draws have 1 - 1/m of the variance of many: below this the second kind has fewer than ten
+)
 
 Floats = NDArray[np.float64]
 
@@ -115,21 +118,28 @@ def check_additivity(
 class Confirmation:
     """The same part under the second kind of noise.
 
-    first, second: systematic_sq under each. difference: second less first, with the joint error. correlation: of the two systematic
-    differences over tokens, free of noise bias: cross / sqrt(first * second); 1 when both kinds see the same thing, NaN where one
-    is not above zero. changes_nothing: the second kind gave equal logprobs in every replicate, so it confirms nothing.
+    first, second: systematic_sq under each. shared: mean over tokens of the product of the two systematic differences, which both kinds
+    have in common; equal to ``first`` when they see the same thing. Noise of few distinct draws leaves chaos unaveraged, which
+    raises ``second`` and not ``shared``; spread, the variance of the second kind over that of the first, is then below 1.
+    gap: shared less first. rest: second less shared. correlation: shared / sqrt(first * second), NaN where one is not above zero.
+    changes_nothing: the second kind moves no logprob of this part or of the reference, so it confirms nothing.
     """
 
     name: str
     first: Measured
     second: Measured
-    difference: Measured
+    shared: Measured
+    gap: Measured
+    rest: Measured
     correlation: Measured
+    spread: float
     changes_nothing: bool
 
     @property
     def agrees(self) -> bool:
-        return not self.changes_nothing and self.difference.p_two_sided > CONTROL_P
+        """What the first kind sees is shared; and the second sees nothing more, unless its draws are too few to tell."""
+        more = self.rest.p_two_sided <= CONTROL_P and self.spread >= ENOUGH_SPREAD
+        return not self.changes_nothing and self.gap.p_two_sided > CONTROL_P and not more
 
 
 def confirm(
@@ -142,16 +152,16 @@ def confirm(
     def results(s: Floats) -> Floats:
         n = s[-1]
         scale = np.where((s[0] > 0) & (s[1] > 0), np.abs(s[0] * s[1]), np.nan)
-        return np.stack([s[0] / n, s[1] / n, (s[1] - s[0]) / n, s[2] / np.sqrt(scale)])
+        return np.stack([s[0] / n, s[1] / n, s[2] / n, (s[2] - s[0]) / n, (s[1] - s[2]) / n, s[2] / np.sqrt(scale)])
 
     found = jackknife(results, np.stack([*(sequences.sums(r) for r in rows), sequences.counts]))
+    names = ("first", "second", "shared", "gap", "rest", "correlation")
+    noise = [sum(float(x.var(axis=0, ddof=1).mean()) for x in pair) for pair in (first, second)]
     return Confirmation(
         name=name,
-        first=found[0],
-        second=found[1],
-        difference=found[2],
-        correlation=found[3],
-        changes_nothing=not np.ptp(second[1], axis=0).any(),
+        **dict(zip(names, found, strict=True)),
+        spread=noise[1] / noise[0] if noise[0] else float("nan"),
+        changes_nothing=any(not np.ptp(x, axis=0).any() for x in second),
     )
 
 
@@ -159,35 +169,44 @@ def confirm(
 class LocalAgreement:
     """The first-order effect that local evidence predicts for a part, beside the replicate estimate.
 
-    predicted_sq: mean square of the predicted change g of each logprob, nats^2. slope: E[g b] / E[g^2], the part of the prediction that the replicates
-    see: 1 when they agree, 0 when unrelated. unexplained_sq: unbiased mean square of b - g, nats^2.
+    predicted_sq: mean square of the predicted change g of each logprob, nats^2, unbiased where several draws of it are given. slope: E[g b] / E[g^2],
+    the part of the prediction that the replicates see: 1 when they agree, 0 when unrelated. gap: E[g b] - E[g^2]. unexplained_sq: unbiased mean
+    square of b - g, nats^2.
     """
 
     name: str
     predicted_sq: Measured
     slope: Measured
+    gap: Measured
     unexplained_sq: Measured
 
     @property
     def agrees(self) -> bool:
-        """The slope is 1 within three standard errors."""
-        gap = Measured(value=self.slope.value - 1.0, se=self.slope.se, dof=self.slope.dof)
-        return gap.p_two_sided > CONTROL_P
+        """E[g b] is E[g^2] within three standard errors; where nothing is predicted, nothing is seen."""
+        seen = self.gap if self.predicted_sq.value else self.unexplained_sq
+        return seen.p_two_sided > CONTROL_P
 
 
 def compare_with_local(
     name: str, predicted: Floats, variant: Floats, reference: Floats, sequences: Sequences
 ) -> LocalAgreement:
-    """predicted: first-order change of each logprob when the part is not aligned, ``[N]`` nats (variant less reference)."""
+    """predicted: first-order change of each logprob when the part is not aligned (variant less reference), nats, ``[N]``, or independent
+    draws of it ``[D, N]``. The rounding of one forward is noise in g; the mean of few draws has it too, which lowers the slope, and only draws allow to correct for it.
+    """
+    draws = np.atleast_2d(predicted)
+    mean_g = draws.mean(axis=0)
+    square_g = unbiased_square(draws) if len(draws) > 1 else np.square(mean_g)
     difference = variant - reference
-    mean = difference.mean(axis=0)
-    rows = [np.square(predicted), predicted * mean, unbiased_square(difference - predicted)]
+    cross = mean_g * difference.mean(axis=0)
+    rows = [square_g, cross, unbiased_square(difference) - 2 * cross + square_g]
 
     def results(s: Floats) -> Floats:
-        return np.stack([s[0] / s[-1], s[1] / s[0], s[2] / s[-1]])
+        n = s[-1]
+        return np.stack([s[0] / n, s[1] / s[0], (s[1] - s[0]) / n, s[2] / n])
 
     found = jackknife(results, np.stack([*(sequences.sums(r) for r in rows), sequences.counts]))
-    return LocalAgreement(name=name, predicted_sq=found[0], slope=found[1], unexplained_sq=found[2])
+    names = ("predicted_sq", "slope", "gap", "unexplained_sq")
+    return LocalAgreement(name=name, **dict(zip(names, found, strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)

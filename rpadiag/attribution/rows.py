@@ -137,10 +137,10 @@ def summary(result: Attribution) -> dict[str, Any]:
             for c in result.noise
         ],
         "confirmation": [
-            {"part": c.name, "agrees": c.agrees, "changes_nothing": c.changes_nothing}
+            {"part": c.name, "agrees": c.agrees, "changes_nothing": c.changes_nothing, "spread": c.spread}
             | _with_error("first_sq", c.first)
             | _with_error("second_sq", c.second)
-            | _with_error("difference_sq", c.difference)
+            | _with_error("shared_sq", c.shared)
             | _with_error("correlation", c.correlation)
             for c in result.confirmations
         ],

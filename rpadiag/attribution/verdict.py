@@ -9,7 +9,7 @@ import numpy as np
 
 from rpadiag.attribution import verdict_checks
 from rpadiag.attribution.attribute import Attribution
-from rpadiag.attribution.decide import NOT_DISTINGUISHABLE, Decision
+from rpadiag.attribution.decide import NOT_DISTINGUISHABLE, RELEVANT_SHARE, Decision
 from rpadiag.attribution.estimate import Estimate
 from rpadiag.attribution.resample import FEW_SEQUENCES
 from rpadiag.attribution.verdict_checks import pm, share_words, squares
@@ -146,6 +146,8 @@ def _decision_words(name: str, e: Estimate, decision: Decision, result: Attribut
         sooner = ", more prompts sooner" if e.num_sequences < FEW_SEQUENCES else ""
         return f"open, {figures}; about {decision.more_replicates} more replicates would settle it{sooner} ({base})"
     limit = f"at most {decision.upper_limit:.1e} nats² with 95 % confidence"
+    if decision.upper_limit > RELEVANT_SHARE * max(result.total.systematic_sq.value, 0.0):
+        limit += ", which more prompts would lower"
     return f"not distinguishable from zero, {figures}, {limit} ({base})"
 
 

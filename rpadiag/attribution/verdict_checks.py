@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rpadiag.attribution.attribute import Attribution
+from rpadiag.attribution.checks import ENOUGH_SPREAD
 from rpadiag.attribution.resample import FEW_SEQUENCES, Measured
 from rpadiag.findings import Finding
 
@@ -149,29 +150,33 @@ def _replicates(result: Attribution) -> Finding:
 def _confirmation(result: Attribution) -> list[Finding]:
     if not result.confirmations:
         return []
-    if any(c.changes_nothing for c in result.confirmations):
+    idle = [c.name for c in result.confirmations if c.changes_nothing]
+    told = [c for c in result.confirmations if not c.changes_nothing]
+    if not told:
         text = (
-            "The second kind of noise, equivalent batches, changes no logprob here: batching is exact on this device, so it confirms nothing. "
+            "The second kind of noise, equivalent batches, moves no logprob here: batching is exact on this device, so it confirms nothing. "
             "Another sequence length, device or attention implementation may."
         )
         return [Finding(code="confirmation", severity="notice", text=text, rank=13)]
-    differ = [c for c in result.confirmations if not c.agrees]
-    shown = "; ".join(
-        f"{c.name} {squares(c.first)} and {squares(c.second)}"
-        + (f", correlation {pm(c.correlation.value, c.correlation.se)}" if np.isfinite(c.correlation.value) else "")
-        for c in result.confirmations
-    )
+    differ = [c.name for c in told if not c.agrees]
+    shown = "; ".join(f"{c.name} {squares(c.first)}, {squares(c.second)}, {squares(c.shared)}" for c in told)
     lead = (
-        f"The second kind of noise, equivalent batches, does not confirm {', '.join(c.name for c in differ)}"
+        f"The second kind of noise, equivalent batches, does not confirm {', '.join(differ)}"
         if differ
         else "The second kind of noise, equivalent batches, confirms the first"
     )
+    few = (
+        " Its draws are few, so it leaves chaos in its own square; what counts is what the two share."
+        if min(c.spread for c in told) < ENOUGH_SPREAD
+        else ""
+    )
+    rest = f" It moves no logprob of {', '.join(idle)}." if idle else ""
     return [
         Finding(
             code="confirmation",
             severity="warning" if differ else "info",
-            text=f"{lead} (systematic part in nats² under each): {shown}.",
-            numbers={c.name: c.difference.value for c in result.confirmations},
+            text=f"{lead} (systematic nats² under the first, the second, and shared): {shown}.{few}{rest}",
+            numbers={c.name: c.shared.value for c in told},
             rank=9 if differ else 13,
         )
     ]
@@ -184,6 +189,7 @@ def _local(result: Attribution) -> list[Finding]:
     shown = "; ".join(
         f"{a.name} slope {pm(a.slope.value, a.slope.se)}, predicted {squares(a.predicted_sq)} nats²"
         for a in result.local.values()
+        if a.predicted_sq.value
     )
     lead = (
         f"First-order local evidence disagrees with the replicates on {', '.join(a.name for a in differ)}"
@@ -194,7 +200,7 @@ def _local(result: Attribution) -> list[Finding]:
         Finding(
             code="local-evidence",
             severity="notice" if differ else "info",
-            text=f"{lead} (slope 1 expected): {shown}.",
+            text=f"{lead} (slope 1 expected): {shown or 'it predicts nothing'}.",
             numbers={a.name: a.slope.value for a in result.local.values()},
             rank=14,
         )

@@ -211,6 +211,7 @@ def _confirmation_table(state: Mapping[str, Any]) -> Table | None:
             Column(title="part", numeric=False),
             Column(title="first, nats\u00b2 \u00b1 s.e."),
             Column(title="second, nats\u00b2 \u00b1 s.e."),
+            Column(title="shared, nats\u00b2 \u00b1 s.e.", hint="what both see; equal to the first when they agree"),
             Column(title="correlation", hint="of the two systematic differences over tokens; 1 when both see the same"),
             Column(title="agrees", numeric=False),
         ],
@@ -219,6 +220,7 @@ def _confirmation_table(state: Mapping[str, Any]) -> Table | None:
                 "all together" if c["part"] == "all" else c["part"],
                 _pm(c, "first_sq"),
                 _pm(c, "second_sq"),
+                _pm(c, "shared_sq"),
                 _pm(c, "correlation"),
                 "changes nothing" if c["changes_nothing"] else "yes" if c["agrees"] else "no",
             ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from synthetic import World
 
@@ -42,6 +44,24 @@ def test_second_kind_of_noise_does_not_confirm_what_only_one_kind_sees() -> None
     assert not found["rope"].agrees and found["swiglu"].agrees
 
 
+def test_second_kind_of_few_draws_confirms_by_what_it_shares() -> None:
+    """Two distinct draws leave half of the chaos in the second kind's square; what the two kinds share is untouched by it."""
+    world = World(parts=PARTS, systematic={"rope": 0.02})
+
+    def score(replicates):  # type: ignore[no-untyped-def]
+        for r in replicates:
+            few = replace(r, seed=r.seed % 2) if r.kind == "batch" else r
+            yield r, world.logprobs(few)
+
+    found = {
+        c.name: c
+        for c in attribute(score, Plan(parts=PARTS, num_replicates=16, confirm=True), world.sequence_ids).confirmations
+    }
+    assert all(c.agrees and 0.3 < c.spread < 0.7 for c in found.values())
+    assert found["swiglu"].second.p_above < 1e-3  # frozen chaos, taken for systematic by the second kind alone
+    assert abs(found["rope"].shared.value - 0.02**2) < 4 * found["rope"].shared.se
+
+
 def test_second_kind_that_changes_nothing_confirms_nothing() -> None:
     world = World(parts=PARTS, systematic={"rope": 0.015})
 
@@ -68,6 +88,30 @@ def test_local_prediction_that_is_the_truth_agrees_and_one_that_is_not_disagrees
     rope, rmsnorm = result.local["rope"], result.local["rmsnorm"]
     assert rope.agrees and abs(rope.unexplained_sq.value) < 4 * rope.unexplained_sq.se
     assert not rmsnorm.agrees and abs(rmsnorm.slope.value) < 4 * rmsnorm.slope.se
+
+
+def test_noise_in_the_prediction_lowers_the_slope_unless_its_draws_are_given() -> None:
+    world = World(parts=PARTS, systematic={"rope": 0.015}, num_sequences=40)
+    truth = world.field_of("rope", 0.015)
+    draws = truth + 0.02 * np.random.default_rng(2).standard_normal((4, world.n))
+    plan = Plan(parts=PARTS, num_replicates=16)
+    slopes = {}
+    for given in (draws.mean(axis=0), draws):
+        agreement = attribute(world.score, plan, world.sequence_ids, local_effects={"rope": given}).local["rope"]
+        slopes[given.ndim] = agreement.slope
+    assert slopes[1].value < 0.8  # 0.015^2 / (0.015^2 + 0.02^2 / 4)
+    assert abs(slopes[2].value - 1) < 4 * slopes[2].se
+
+
+def test_part_that_changes_nothing_and_of_which_nothing_is_predicted_agrees() -> None:
+    world = World(parts=PARTS, inert=("swiglu",))
+    result = attribute(
+        world.score,
+        Plan(parts=PARTS, num_replicates=4),
+        world.sequence_ids,
+        local_effects={"swiglu": np.zeros(world.n)},
+    )
+    assert result.local["swiglu"].agrees
 
 
 def test_self_control_fails_on_a_shift_that_leaves_the_square_alone() -> None:
