@@ -62,10 +62,10 @@ class Captured:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """What the regions read beside activations. norms: site -> weight. inv_freq: float32 [rotary/2]."""
+    """What the regions read beside activations. norms: site -> weight. inv_freqs: float32 [rotary/2] of each layer."""
 
     norms: Mapping[str, torch.Tensor]
-    inv_freq: torch.Tensor
+    inv_freqs: Sequence[torch.Tensor]
     rope_scale: float = 1.0
 
 
@@ -78,16 +78,30 @@ def weights_of(model: Any, facts: ModelFacts) -> Weights:
     for n, layer in enumerate(decoder.layers):
         parts: Any = layer
         norms[layer_site(n, "input_norm")] = parts.input_layernorm.weight
-        norms[layer_site(n, "post_norm")] = parts.post_attention_layernorm.weight
+        if decoder.family.four_norms:
+            norms[layer_site(n, "attn_norm")] = parts.post_attention_layernorm.weight
+            norms[layer_site(n, "post_norm")] = parts.pre_feedforward_layernorm.weight
+            norms[layer_site(n, "mlp_norm")] = parts.post_feedforward_layernorm.weight
+        else:
+            norms[layer_site(n, "post_norm")] = parts.post_attention_layernorm.weight
         if facts.qk_norm:
             norms[layer_site(n, "q_norm")] = parts.self_attn.q_norm.weight
             norms[layer_site(n, "k_norm")] = parts.self_attn.k_norm.weight
     rotary: Any = decoder.rotary
     return Weights(
         norms={s: w.detach().cpu() for s, w in norms.items()},  # type: ignore[operator]
-        inv_freq=rotary.inv_freq.detach().float().cpu(),
+        inv_freqs=[inv_freq_of(rotary, layer).float().cpu() for layer in decoder.layers],
         rope_scale=float(getattr(rotary, "attention_scaling", 1.0)),
     )
+
+
+def inv_freq_of(rotary: Any, layer: Any) -> torch.Tensor:
+    """Inverse frequencies [rotary/2] of a layer: the rotary embedding's own, or those of the layer's kind of attention."""
+    if hasattr(rotary, "inv_freq"):
+        table: torch.Tensor = rotary.inv_freq.detach()
+        return table
+    of_kind: torch.Tensor = getattr(rotary, f"{layer.self_attn.layer_type}_inv_freq").detach()
+    return of_kind
 
 
 @dataclass(kw_only=True)
@@ -115,7 +129,8 @@ def sites_to_capture(facts: ModelFacts, regions: Sequence[str]) -> list[str]:
     """Sites that the fingerprints of these regions read, in execution order."""
     points: set[str] = set()
     if "rmsnorm" in regions:
-        points |= {"embed", "input_norm", "o", "resid_attn", "post_norm", "down", "resid_mlp", "final_norm"}
+        points |= {"embed", "input_norm", "o", "attn_norm", "resid_attn", "post_norm"}
+        points |= {"down", "mlp_norm", "expert_out", "resid_mlp", "final_norm"}
     if "rope" in regions or "qk_norm" in regions:
         points |= {"q", "k", "q_norm", "k_norm", "q_rope", "k_rope"}
     if "swiglu" in regions:
@@ -133,10 +148,7 @@ def fingerprint_sites(
             _REGIONS[region](result, captured, weights, facts, n)
         on_layer()
     if "rmsnorm" in regions:
-        last = facts.num_layers - 1
-        _fused_norm(
-            result, captured, weights, facts, "final_norm", layer_site(last, "down"), layer_site(last, "resid_attn")
-        )
+        _fused_norm(result, captured, weights, facts, "final_norm", layer_site(facts.num_layers - 1, "resid_mlp"))
     for region in regions:
         if region not in result.found:
             result.missing.setdefault(region, f"no site of {region} was captured together with its inputs")
@@ -146,23 +158,26 @@ def fingerprint_sites(
 def _norm_layer(result: SiteFingerprints, captured: Captured, weights: Weights, facts: ModelFacts, n: int) -> None:
     from rpadiag.regions.fingerprint_rmsnorm import fingerprint_rmsnorm
 
-    site = layer_site(n, "input_norm")
     if n:
-        _fused_norm(result, captured, weights, facts, site, layer_site(n - 1, "down"), layer_site(n - 1, "resid_attn"))
-    elif captured.has("embed", site):
-        out = captured.read(site)
-        found = fingerprint_rmsnorm(captured.read("embed"), _like(weights.norms[site], out), out, eps=facts.rms_eps)
-        result.add("rmsnorm", site, found)
-        result.plain.append(site)
-    below = layer_site(n - 1, "resid_mlp") if n else "embed"
-    _fused_norm(result, captured, weights, facts, layer_site(n, "post_norm"), layer_site(n, "o"), below)
+        _fused_norm(result, captured, weights, facts, layer_site(n, "input_norm"), layer_site(n - 1, "resid_mlp"))
+    _fused_norm(result, captured, weights, facts, layer_site(n, "post_norm"), layer_site(n, "resid_attn"))
+    behind = (("attn_norm", "o"), ("mlp_norm", "down"))
+    plain = [(layer_site(n, norm), layer_site(n, x)) for norm, x in behind if layer_site(n, norm) in facts.sites]
+    for site, x in ([("layers.0.input_norm", "embed")] if n == 0 else []) + plain:
+        if captured.has(x, site):
+            out = captured.read(site)
+            found = fingerprint_rmsnorm(captured.read(x), _like(weights.norms[site], out), out, eps=facts.rms_eps)
+            result.add("rmsnorm", site, found)
+            result.plain.append(site)
 
 
 def _fused_norm(
-    result: SiteFingerprints, captured: Captured, weights: Weights, facts: ModelFacts, site: str, x: str, residual: str
+    result: SiteFingerprints, captured: Captured, weights: Weights, facts: ModelFacts, site: str, stream: str
 ) -> None:
+    """A norm that reads the sum stored at ``stream``, from the addends of that sum."""
     from rpadiag.regions.fingerprint_rmsnorm import fingerprint_rmsnorm
 
+    residual, x = facts.reads(stream)
     if not captured.has(site, x, residual):
         result.missing["rmsnorm"] = f"{site} needs {x} and {residual}, which this engine did not show"
         return
@@ -183,7 +198,7 @@ def _like(weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 def _rope_layer(result: SiteFingerprints, captured: Captured, weights: Weights, facts: ModelFacts, n: int) -> None:
     from rpadiag.regions.fingerprint_rope import fingerprint_rope, rope_table
 
-    cos, sin = rope_table(captured.positions(), weights.inv_freq, scale=weights.rope_scale)
+    cos, sin = rope_table(captured.positions(), weights.inv_freqs[n], scale=weights.rope_scale)
     for kind in ("q", "k"):
         site = layer_site(n, f"{kind}_rope")
         source = layer_site(n, f"{kind}_norm" if facts.qk_norm else kind)
@@ -206,6 +221,10 @@ def _swiglu_layer(result: SiteFingerprints, captured: Captured, weights: Weights
     from rpadiag.regions.fingerprint_swiglu import fingerprint_swiglu
 
     gate, up, act = (layer_site(n, p) for p in ("gate", "up", "act"))
+    if act not in facts.sites:
+        if "act" in facts.absent:
+            result.missing["swiglu"] = facts.absent["act"]
+        return
     if captured.has(gate, up, act):
         result.add("swiglu", act, fingerprint_swiglu(captured.read(gate), captured.read(up), captured.read(act)))
     else:
@@ -227,7 +246,7 @@ def _qk_layer(result: SiteFingerprints, captured: Captured, weights: Weights, fa
         rotated = rotated[:128]
         joint = fingerprint_qk_rope(
             x[:128], _like(weights.norms[site], rotated), captured.positions()[:128], rotated,
-            eps=facts.rms_eps, inv_freq=weights.inv_freq, scale=weights.rope_scale,
+            eps=facts.rms_eps, inv_freq=weights.inv_freqs[n], scale=weights.rope_scale,
         )  # fmt: skip
         result.add("qk_norm", out, _with_positions(joint["qk_norm"], captured))
         result.add("rmsnorm of q and k", site, _with_positions(joint["rmsnorm"], captured))

@@ -47,7 +47,7 @@ class _Stacks:
     device: str = "auto"
     mode: str = "eager"
     revision: str | None = None
-    attention: str = "sdpa"
+    attention: str = "auto"
     emulate: str | None = None
     align: Sequence[str] = ()
     contract: str | None = None
@@ -203,7 +203,7 @@ def _check_trainer(
             trust_remote_code=options.trust_remote_code,
         )
         with progress.stage(f"check the weights in {recorded.dtype}"):
-            trainer = load_trainer(loaded, model=inputs.model, device="cpu", dtype=recorded.dtype, attention="sdpa")
+            trainer = load_trainer(loaded, model=inputs.model, device="cpu", dtype=recorded.dtype, attention="auto")
     _check_weights("trainer", trainer.weight_digests(), recorded, inputs.model)
 
 

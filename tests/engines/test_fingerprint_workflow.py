@@ -59,6 +59,34 @@ def test_transformers_follows_hf_eager_in_every_layer(tiny: Tiny, prompts: Path,
     assert [f.code for f in result.findings] == ["contract"] * 3 + ["presets"]
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_gemma_follows_hf_eager_with_norms_of_one_plus_w_and_without_a_swiglu(
+    tiny: Tiny, prompts: Path, family: str
+) -> None:
+    result = run_fingerprint(
+        FingerprintOptions(target=str(tiny(family)), prompts=prompts, stack="trainer", device="cpu")
+    )
+    preset = PRESETS["hf-eager"]
+    assert contracts(result) == {
+        "rope": level_one(preset.regions["rope"]),
+        "rmsnorm": level_one(preset.rmsnorm(offset=True)),
+    }
+    assert result.content["regions"]["rmsnorm"]["weight"] == "1+w"
+    norms = {s for s in result.content["layers"] if s.endswith("norm")}
+    assert norms == {f"layers.{n}.{p}_norm" for n in (0, 1) for p in ("input", "attn", "post", "mlp")} | {"final_norm"}
+    assert all(layer["status"] == "determined" for layer in result.content["layers"].values())
+    assert "GeGLU" in next(f.text for f in result.findings if f.code == "not-captured")
+
+
+def test_a_model_with_experts_shows_the_swiglu_of_its_dense_layer_and_every_norm(tiny: Tiny, prompts: Path) -> None:
+    result = run_fingerprint(
+        FingerprintOptions(target=str(tiny("qwen3_moe")), prompts=prompts, stack="trainer", device="cpu")
+    )
+    assert contracts(result) == expected("hf-eager", "rope", "swiglu", "rmsnorm")
+    assert [s for s in result.content["layers"] if s.endswith("act")] == ["layers.1.act"]
+    assert sum(s.endswith("_norm") for s in result.content["layers"]) == 2 * 3 + 1
+
+
 def test_align_follows_a_fingerprint_file(tiny: Tiny, prompts: Path, tmp_path: Path) -> None:
     """The file of an aligned model, used as a contract, makes a fresh model compute the same bits."""
     model = tiny("llama")
