@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from rpadiag.attribution.estimate import unbiased_square
 from rpadiag.attribution.resample import Measured, Sequences, holm, jackknife
 
+NEGLIGIBLE = 1e-12  # nats
+
 Floats = NDArray[np.float64]
 
 
@@ -68,6 +70,7 @@ def _contrast(
     for state, logprobs in points.items():
         sign = np.prod([1 if state[i] else -1 for i in chosen])
         draws += 2 * sign / len(points) * logprobs
+    draws[np.abs(draws) < NEGLIGIBLE] = 0.0  # what is left of float64 sums that cancel
     rows = [sequences.sums(unbiased_square(draws)), sequences.sums(draws.mean(axis=0)), sequences.counts]
     square, shift = jackknife(lambda s: s[:2] / s[2], np.stack(rows))
     return square, shift, rows[0]

@@ -38,7 +38,7 @@ def findings(result: Attribution) -> list[Finding]:
     out.append(_chaos_finding(result))
     if result.saturated:
         out.append(_saturated_finding(result))
-    if result.naive and result.ranked:
+    if result.naive and result.ranked and not result.total.is_zero:
         out.append(_naive_finding(result))
     return sorted(out, key=lambda f: f.rank)
 

@@ -94,8 +94,11 @@ def _noise(result: Attribution) -> Finding:
     shown = ", ".join(f"{names[c.variant]} {pm(c.mean_shift.value, c.mean_shift.se)}" for c in result.noise)
     ratio = max(result.noise, key=lambda c: abs(np.log(c.spread_ratio.value)) if c.spread_ratio.value > 0 else 0.0)
     holds = all(c.holds for c in result.noise)
+    unknown = not all(np.isfinite(c.mean_shift.se) for c in result.noise)
     text = (
-        f"The noise itself shifts no mean: perturbed against unperturbed, {shown} nats."
+        "Whether the noise itself shifts a mean cannot be judged without a standard error."
+        if unknown
+        else f"The noise itself shifts no mean: perturbed against unperturbed, {shown} nats."
         if holds
         else f"The noise itself shifts logprobs: perturbed against unperturbed, {shown} nats. Read mean shifts with that in mind, and confirm with --confirm."
     )
@@ -125,8 +128,9 @@ def _replicated(result: Attribution) -> Finding:
 def _replicates(result: Attribution) -> Finding:
     plan = result.plan
     how = f"{result.num_replicates} replicates of each of {len(plan.variants)} trainers"
+    over = f", counted over all {len(plan.parts)} parts" if len(plan.parts) > 1 else ""
     if plan.precision is None:
-        text = f"{how}; a part is called responsible at the {100 * result.level:g} % level, counted over all {len(plan.parts)} parts."
+        text = f"{how}; a part is called responsible at the {100 * result.level:g} % level{over}."
     elif result.stopped_early:
         text = (
             f"{how}: the error of the strongest part is below {100 * plan.precision:g} % of it, so no more were made."

@@ -101,7 +101,7 @@ def part_rows(attribution: pd.DataFrame, *, parts: str = "each") -> pd.DataFrame
     parts: the design that parts are drawn from, ``each`` or ``main``.
     """
     order = {parts: 0, "all": 1, "self": 2}
-    shown = attribution[attribution["design"].isin(order) & (attribution["kind"] != "batch")].copy()
+    shown = attribution[attribution["design"].isin(order) & (attribution["kind"] == "ulp")].copy()
     shown["_order"] = shown["design"].map(order)
     return shown.sort_values(["_order", "systematic_sq"], ascending=[True, False], kind="stable")
 
@@ -117,7 +117,8 @@ def systematic_forest(key: str, attribution: pd.DataFrame) -> Figure:
     shown = part_rows(attribution, parts="main" if crossed else "each")
     names = [row_name(d, r) for d, r in zip(shown["design"], shown["region"], strict=True)]
     value = shown["systematic_sq"].to_numpy(dtype="float64")
-    error = np.nan_to_num(shown["systematic_sq_se"].to_numpy(dtype="float64"), posinf=0.0)
+    known = shown["systematic_sq_se"].to_numpy(dtype="float64")
+    error = np.nan_to_num(known, posinf=0.0)  # one sequence has no error: a mark without whiskers
     seen = shown["detectable"].to_numpy(dtype=bool)
     colours = [LIGHT.faint if d == "self" else LIGHT.local for d in shown["design"]]
     data = [
@@ -132,8 +133,8 @@ def systematic_forest(key: str, attribution: pd.DataFrame) -> Figure:
                 "color": [c if s else LIGHT.panel for c, s in zip(colours, seen, strict=True)],
                 "line": {"width": 2, "color": colours},
             },
-            "customdata": error.tolist(),
-            "hovertemplate": "%{y}: %{x:.2e} \u00b1 %{customdata:.1e} nats\u00b2<extra></extra>",
+            "customdata": [number(e, 2) for e in known],
+            "hovertemplate": "%{y}: %{x:.2e} \u00b1 %{customdata} nats\u00b2<extra></extra>",
         }
     ]
     span = max(float(np.nanmax(np.abs(value) + DETECTABLE_WHISKER * error)), 1e-12)
@@ -164,7 +165,7 @@ def systematic_forest(key: str, attribution: pd.DataFrame) -> Figure:
         narrow={"xaxis": {"nticks": 4}},
         alt="; ".join(
             f"{n}: {number(v)} plus or minus {number(e)} nats squared, {'told' if s else 'not told'} from zero"
-            for n, v, e, s in zip(names, value, error, seen, strict=True)
+            for n, v, e, s in zip(names, value, known, seen, strict=True)
         ),
     )
 
@@ -189,8 +190,8 @@ def left_after_aligning(key: str, parts: Sequence[str], effects: pd.DataFrame, *
                 "y": [label(n) for n in shown],
                 "marker": {"color": colour, "cornerradius": 2},
                 "error_x": _whiskers(DETECTABLE_WHISKER * np.nan_to_num(error, posinf=0.0)),
-                "customdata": error.tolist(),
-                "hovertemplate": f"%{{y}} aligned: %{{x:.1f}} \u00b1 %{{customdata:.1f}} % of the {name} is left<extra></extra>",
+                "customdata": [number(e, 2) for e in error],
+                "hovertemplate": f"%{{y}} aligned: %{{x:.1f}} \u00b1 %{{customdata}} % of the {name} is left<extra></extra>",
             }
         )
         told += [f"{n} aligned leaves {number(v)} % of the {name}" for n, v in zip(shown, left, strict=True)]

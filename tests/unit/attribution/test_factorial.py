@@ -69,6 +69,12 @@ def test_decisions_rest_on_main_effects_and_find_what_one_at_a_time_misses() -> 
     assert "main effect" in verdict(crossed, findings(crossed)).sentence
 
 
+def test_switch_that_changes_nothing_has_a_main_effect_of_exactly_zero() -> None:
+    result = run(World(parts=parts_of(REGIONS[:3]), systematic={"rope": 0.01}, inert=("swiglu",)), 4)
+    main = result.main_effect("swiglu")
+    assert main is not None and main.systematic_sq.value == 0.0 and main.shift.value == 0.0
+
+
 def test_fraction_of_five_parts_has_sixteen_points() -> None:
     result = run(World(parts=parts_of(REGIONS[:5]), systematic={"matmul": 0.012}), 8)
     assert result.interactions[0].num_points == 16

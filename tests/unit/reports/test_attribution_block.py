@@ -8,6 +8,7 @@ import pytest
 from unit.reports.written_runs import write_bisect
 
 from rpadiag.reports.blocks_attribution import attribution_block
+from rpadiag.reports.html import write_report
 from rpadiag.reports.records import command_line
 from rpadiag.reports.view import Block
 from rpadiag.runs import Run, create_run, open_run
@@ -69,6 +70,14 @@ def test_failed_control_warns_and_names_nobody(tmp_path: Path) -> None:
     block = attribution_block(open_run(write_bisect(tmp_path / "run", ranked=False)), "k", alone=True)
     assert block is not None and block.warning is not None
     assert block.notes[0].startswith("not ranked: a control failed: ")
+
+
+def test_one_sequence_gives_a_page_without_error_bars(tmp_path: Path) -> None:
+    run = write_bisect(tmp_path / "run", num_sequences=1)
+    page = write_report([run], tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "one sequence gives no standard error" in page
+    block = attribution_block(open_run(run), "k", alone=True)
+    assert block is not None and set(block.figures[0].data[0]["error_x"]["array"]) == {0.0}
 
 
 def test_command_to_repeat_a_resumed_run_begins_anew(tmp_path: Path) -> None:

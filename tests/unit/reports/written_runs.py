@@ -233,8 +233,9 @@ def write_bisect(
     generated: int = 12,
     ranked: bool = True,
     weight: str = "0f",
+    num_sequences: int = 30,
 ) -> Path:
-    """A complete bisect run of the same prompts as :func:`write_compare`."""
+    """A complete bisect run of the same prompts as :func:`write_compare`. num_sequences: those that its errors come from."""
     with create_run(
         path,
         command="bisect",
@@ -260,7 +261,7 @@ def write_bisect(
         )
         # the measured figures of one 135M model, as systematic parts of a synthetic one
         parts = parts_of(("rope", "swiglu", "rmsnorm"))
-        world = World(parts=parts, systematic={"rmsnorm": 0.013, "rope": 0.0073, "swiglu": 0.0036}, num_sequences=30, num_tokens=90,
+        world = World(parts=parts, systematic={"rmsnorm": 0.013, "rope": 0.0073, "swiglu": 0.0036}, num_sequences=num_sequences, num_tokens=90,
                       control_shift=0.0 if ranked else 0.02)  # fmt: skip
         plan = Plan(parts=parts, num_replicates=16, interactions=True, confirm=True)
         local = {"rmsnorm": 0.208, "rope": 0.23, "swiglu": 0.0}
