@@ -14,10 +14,18 @@ def gates_block(judgement: Judgement) -> Block | None:
     """Every gate on every run it is about; those that do not pass are set apart."""
     if not judgement.gates:
         return None
+    named = any(g.name != g.gate for g in judgement.gates)
     rows = [
-        [SHOWN[g.status], g.name, g.gate, Path(g.run).name, f"{g.text}{f' ({g.reason})' if g.reason else ''}"]
+        [
+            SHOWN[g.status],
+            *([g.name] if named else []),
+            g.gate,
+            Path(g.run).name,
+            f"{g.text}{f' ({g.reason})' if g.reason else ''}",
+        ]
         for g in judgement.gates
     ]
+    titles = ("result", *(("name",) if named else ()), "gate", "run", "what was found")
     told = judgement.summary()
     undecided = any(g.status != "pass" for g in judgement.gates)
     return Block(
@@ -28,7 +36,7 @@ def gates_block(judgement: Judgement) -> Block | None:
         tables=[
             Table(
                 caption="Gates",
-                columns=[Column(title=t, numeric=False) for t in ("result", "name", "gate", "run", "what was found")],
+                columns=[Column(title=t, numeric=False) for t in titles],
                 rows=rows,
                 emphasis=[i for i, g in enumerate(judgement.gates) if g.status != "pass"],
             )

@@ -13,7 +13,7 @@ from typing import Any
 
 from rpadiag.errors import InputError, NotComparableError, UsageError
 from rpadiag.findings import Judgement
-from rpadiag.reports import sections, theme
+from rpadiag.reports import sections, theme, trend
 from rpadiag.reports.view import Figure, Section
 from rpadiag.runs import Run, check_same_inputs, open_run
 
@@ -41,6 +41,10 @@ def write_report(
         page = [sections.build(group, f"s{i}") for i, group in enumerate(grouped(runs))]
         if judgement is not None:
             page[0] = sections.judged(page[0], judgement)
+        earlier, passed = trend.gather(history)
+        trends = trend.history(runs, earlier, passed)
+        if trends is not None:
+            page.append(trends)
         part.write_text(_render(page), encoding="utf-8")
     return html_path
 
@@ -120,8 +124,9 @@ def _render(page: Sequence[Section]) -> str:
         lstrip_blocks=True,
     )
     figures = [f for s in page for b in s.blocks for f in b.figures]
+    of_runs = [s for s in page if s.records]
     return environment.get_template("report.html.j2").render(
-        title=page[0].title if len(page) == 1 else f"{page[0].title} and {len(page) - 1} more",
+        title=page[0].title if len(of_runs) == 1 else f"{page[0].title} and {len(of_runs) - 1} more",
         version=next((v for s in page for r in s.records for k, v in r.facts if k == "rpadiag"), ""),
         sections=page,
         fonts={"sans": Markup(theme.SANS), "mono": Markup(theme.MONO)},

@@ -49,6 +49,8 @@ def model_name(manifest: Mapping[str, Any]) -> str:
     """The model as the user named it, without the directories of a path."""
     effective = (manifest.get("options") or {}).get("effective") or {}
     named = effective.get("model") or (manifest.get("trainer") or {}).get("model") or effective.get("target")
+    if not named and (manifest.get("rollouts") or {}).get("schema"):
+        return str(manifest["rollouts"]["schema"])
     if not named:
         return MISSING
     text = str(named).rstrip("/")
