@@ -273,7 +273,7 @@ def _confirmations(data: _Finite, each: Mapping[str, Variant], sequences: Sequen
         confirm(
             name,
             (data.of(v), data.of(reference)),
-            (data.of(v, "batch"), data.of(reference, "batch")),
+            (data.of(v, data.plan.confirm_kind), data.of(reference, data.plan.confirm_kind)),
             sequences,
         )
         for name, v in chosen.items()

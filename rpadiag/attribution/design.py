@@ -18,7 +18,8 @@ from rpadiag.errors import UsageError, unknown_name
 
 MIN_REPLICATES = 2
 DESIGNS = ("reference", "each", "only", "all", "self", "factorial")
-KINDS = ("ulp", "batch", "none")
+KINDS = ("ulp", "batch", "order", "none")
+CONFIRMING = {"batch": "equivalent batches", "order": "sums added in another order"}  # kinds that confirm the first
 BY = ("region", "layer")
 HEAD_REGIONS = ("lm_head",)  # outside the decoder layers: never split by layer
 NUM_LAYER_GROUPS = {("layer",): 6, ("region", "layer"): 3}
@@ -67,7 +68,7 @@ class Replicate:
     """One forward to make: a variant under one noise draw.
 
     kind: ``ulp`` moves the embedding output by a random -1, 0 or +1 ULP per element; ``batch`` scores each sequence in an
-    equivalent batch (other rows, other padding) drawn with ``seed``; ``none`` is the forward as it is, whatever the seed.
+    equivalent batch (other rows, other padding) drawn with ``seed``; ``order`` cuts the sums of some matrix products in two; ``none`` is the forward as it is, whatever the seed.
     The noise depends on ``(kind, seed)`` and the number of the sequence alone, never on the variant.
     """
 
@@ -201,7 +202,7 @@ def replicates_of(
     numbers = tuple(indices)
     for variant in variants:
         offset = SELF_OFFSET if variant.design == "self" else 0
-        offset += CONFIRM_OFFSET if kind == "batch" else 0
+        offset += CONFIRM_OFFSET if kind in CONFIRMING else 0
         for k in numbers:
             yield Replicate(variant=variant, index=k, seed=seed + offset + k, kind=kind)
 

@@ -21,7 +21,7 @@ from rpadiag.attribution.design import (
 )
 from rpadiag.errors import UsageError
 
-ROUND = 4  # replicates of every variant between two looks of the stopping rule
+ROUND = 4  # replicates of every variant between two looks of the stopping rule, unless the scorer makes more at a time
 CONFIRMED_DESIGNS = ("reference", "each", "all")
 
 Floats = NDArray[np.float64]
@@ -32,8 +32,9 @@ class Plan:
     """The forwards of an attribution. What ``--resume`` continues is the same plan.
 
     num_replicates: of every variant; with ``precision`` the most that there may be. precision: stop when the standard error of the
-    strongest part is below this share of it; None makes all replicates. interactions: a factorial design beside one-at-a-time.
-    confirm: the second kind of noise for the reference, every part alone and all together.
+    strongest part is below this share of it; None makes all replicates. round_size: replicates between two looks. interactions: a factorial
+    design beside one-at-a-time.
+    confirm: the second kind of noise, ``confirm_kind``, for the reference, every part alone and all together.
     """
 
     parts: tuple[Part, ...]
@@ -42,6 +43,8 @@ class Plan:
     precision: float | None = None
     interactions: bool = False
     confirm: bool = False
+    round_size: int = ROUND
+    confirm_kind: str = "batch"
 
     def __post_init__(self) -> None:
         check_num_replicates(self.num_replicates)
@@ -75,8 +78,8 @@ class Plan:
         """Replicate numbers between two looks; a single round without ``precision``. The last one may be shorter, never a single replicate first."""
         if self.precision is None:
             return (range(self.num_replicates),)
-        starts = range(0, self.num_replicates, ROUND)
-        return tuple(range(s, min(s + ROUND, self.num_replicates)) for s in starts)
+        starts = range(0, self.num_replicates, self.round_size)
+        return tuple(range(s, min(s + self.round_size, self.num_replicates)) for s in starts)
 
     def unperturbed(self) -> list[Replicate]:
         """The reference and the trainer as it is without noise, to check that noise shifts no mean."""
@@ -93,7 +96,7 @@ class Plan:
         if not self.confirm:
             return []
         chosen = [v for v in self.variants if v.design in CONFIRMED_DESIGNS]
-        return list(replicates_of(chosen, range(num_replicates), seed=self.seed, kind="batch"))
+        return list(replicates_of(chosen, range(num_replicates), seed=self.seed, kind=self.confirm_kind))
 
     def replicates(self) -> Iterator[Replicate]:
         """Every replicate that may be asked for, the same forward possibly under several names."""

@@ -26,7 +26,7 @@ def attribution_rows(result: Attribution) -> list[dict[str, Any]]:
             {
                 "region": c.name,
                 "design": design,
-                "kind": "batch",
+                "kind": result.plan.confirm_kind,
                 "detectable": c.second.p_above <= result.level,
                 **base,
             }

@@ -6,6 +6,7 @@ import numpy as np
 
 from rpadiag.attribution.attribute import Attribution
 from rpadiag.attribution.checks import ENOUGH_SPREAD
+from rpadiag.attribution.design import CONFIRMING
 from rpadiag.attribution.resample import FEW_SEQUENCES, Measured
 from rpadiag.findings import Finding
 
@@ -154,20 +155,21 @@ def _replicates(result: Attribution) -> Finding:
 def _confirmation(result: Attribution) -> list[Finding]:
     if not result.confirmations:
         return []
+    second = CONFIRMING[result.plan.confirm_kind]
     idle = [c.name for c in result.confirmations if c.changes_nothing]
     told = [c for c in result.confirmations if not c.changes_nothing]
     if not told:
         text = (
-            "The second kind of noise, equivalent batches, moves no logprob here: batching is exact on this device, so it confirms nothing. "
+            f"The second kind of noise, {second}, moves no logprob here: it is exact on this device, so it confirms nothing. "
             "Another sequence length, device or attention implementation may."
         )
         return [Finding(code="confirmation", severity="notice", text=text, rank=13)]
     differ = [c.name for c in told if not c.agrees]
     shown = "; ".join(f"{c.name} {squares(c.first)}, {squares(c.second)}, {squares(c.shared)}" for c in told)
     lead = (
-        f"The second kind of noise, equivalent batches, does not confirm {', '.join(differ)}"
+        f"The second kind of noise, {second}, does not confirm {', '.join(differ)}"
         if differ
-        else "The second kind of noise, equivalent batches, confirms the first"
+        else f"The second kind of noise, {second}, confirms the first"
     )
     few = (
         " Its draws are few, so it leaves chaos in its own square; what counts is what the two share."

@@ -53,7 +53,10 @@ def bisect(
     ] = False,
     confirm: Annotated[
         bool,
-        typer.Option("--confirm", help="Repeat with a second kind of noise, equivalent batches; about twice the work."),
+        typer.Option(
+            "--confirm",
+            help="Repeat with a second kind of noise: equivalent batches, or on a CPU another order of sums; about twice the work.",
+        ),
     ] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the interrupted bisection in --run, with the same options.")

@@ -206,7 +206,7 @@ def _confirmation_table(state: Mapping[str, Any]) -> Table | None:
     if not found:
         return None
     return Table(
-        caption="The same under a second kind of noise, equivalent batches",
+        caption="The same under a second kind of noise",
         columns=[
             Column(title="part", numeric=False),
             Column(title="first, nats\u00b2 \u00b1 s.e."),

@@ -239,7 +239,7 @@ ATTRIBUTION = Table(
         _str(
             "kind",
             "name",
-            "noise of the replicates: `ulp` (embedding moved by -1, 0 or +1 ULP) or `batch` (equivalent batches)",
+            "noise of the replicates: `ulp` (embedding moved by -1, 0 or +1 ULP), `batch` (equivalent batches) or `order` (sums in another order)",
             nullable=True,
         ),
         *_measured(
@@ -359,7 +359,7 @@ REPLICATES = Table(
             "name",
             "the part, as in attribution.parquet; `reference`; for `factorial` the parts not aligned, joined by `+`",
         ),
-        _str("kind", "name", "`ulp`, `batch`, or `none` for the forward without noise"),
+        _str("kind", "name", "`ulp`, `batch`, `order`, or `none` for the forward without noise"),
         _i32("replicate", "index", "number of the replicate, from 0"),
         _i64("seed", "seed", "seed of its noise"),
         Column(

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rpadiag import __version__
 from rpadiag.attribution.attribute import Attribution, attribute
 from rpadiag.attribution.design import Replicate, parts_of
-from rpadiag.attribution.plan import Plan
+from rpadiag.attribution.plan import ROUND, Plan
 from rpadiag.attribution.rows import attribution_rows, effect_rows, summary
 from rpadiag.attribution.verdict import findings, verdict
 from rpadiag.compare.pairing import Pairing, SequencePair
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from rpadiag.engines.base import TokenSequence
     from rpadiag.engines.switches import TrainerSwitches
 
-LOCAL_TOKENS = 256  # the local picture is a share of millions of elements; more tokens do not change it
+LOCAL_TOKENS = 96  # the table by site; a share of millions of elements, which more tokens do not change
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,9 @@ def run_bisect(
         run.add_prompts(rows)
         weights = inputs.trainer.weight_digests()
         run.set_weights("trainer", weights)
-        plan = plan_of(options, inputs.facts.num_layers)
+        confirm_kind = "batch" if inputs.device.startswith("cuda") else "order"  # a CPU hardly depends on the batch
+        plan = plan_of(options, inputs.facts.num_layers, confirm_kind=confirm_kind)
+        run.set_manifest(confirming_noise=confirm_kind if options.confirm else None)
         journal.bind(_identity(options, inputs, contract, weights_digest(weights)))
         with progress.stage("local picture"):
             _local_picture(options, inputs, run, switches)
@@ -96,7 +99,7 @@ def run_bisect(
     return Bisection(run=options.run, attribution=result, findings=told, verdict=sentence)
 
 
-def plan_of(options: BisectOptions, num_layers: int) -> Plan:
+def plan_of(options: BisectOptions, num_layers: int, *, confirm_kind: str = "batch") -> Plan:
     """The forwards that these options ask for, of a model with so many layers."""
     units, num_groups = options.units
     return Plan(
@@ -106,6 +109,7 @@ def plan_of(options: BisectOptions, num_layers: int) -> Plan:
         precision=options.precision,
         interactions=options.interactions,
         confirm=options.confirm,
+        confirm_kind=confirm_kind,
     )
 
 
@@ -123,7 +127,13 @@ def _attribute(
         progress.note(f"resumed: {len(done)} of at most {plan.num_forwards} forwards are there already")
     steps = (plan.num_forwards - len(done)) * len(inputs.sequences)
     with progress.stage("rounding replicates", total=steps) as bar:
-        scorer = PrefixScorer(inputs.trainer, inputs.sequences, switches, on_forward=bar.advance)
+        scorer = PrefixScorer(
+            inputs.trainer,
+            inputs.sequences,
+            switches,
+            block_replicates=None if inputs.device.startswith("cuda") else ROUND,  # what an interrupt can lose
+            on_forward=bar.advance,
+        )
         result = attribute(
             scorer,
             plan,
@@ -162,6 +172,7 @@ def _identity(options: BisectOptions, inputs: Inputs, contract: str, weights: st
     named = ("run", "resume", "prompts", "model")
     found = Path(contract)
     return {
+        "rpadiag": __version__,
         "options": {k: v for k, v in options.to_dict().items() if k not in named},
         "contract": found.read_text(encoding="utf-8") if contract.endswith(".json") else contract,
         "tokens": [token_digest(s.token_ids) for s in inputs.sequences],
