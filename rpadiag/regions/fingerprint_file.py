@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rpadiag.contracts import Contract, contract_from_dict
+from rpadiag.contracts import Contract, RmsNormContract, contract_from_dict
 from rpadiag.errors import InputError
 from rpadiag.regions.fingerprint import Fingerprint
-from rpadiag.regions.presets import PRESETS
+from rpadiag.regions.presets import PRESETS, Preset
 
 FORMAT = "rpadiag-fingerprint/1"
 FUSED_ONLY = ("sum", "variance")  # axes that a norm without a residual does not have
@@ -91,14 +91,21 @@ def agreeing_presets(region: str, contract: Contract, *, fused: bool = True) -> 
     return tuple(
         name
         for name, preset in PRESETS.items()
-        if region in preset.regions and level_one(preset.regions[region], plain=not fused) == mine
+        if region in preset.regions and level_one(_known(preset, contract), plain=not fused) == mine
     )
+
+
+def _known(preset: Preset, contract: Contract) -> Contract:
+    """A preset's contract of the same region and, for a norm, of the same kind of weight."""
+    if isinstance(contract, RmsNormContract) and contract.weight in ("1+w", "lp(1+w)"):
+        return preset.rmsnorm(offset=True)
+    return preset.regions[contract.region]
 
 
 def with_backward(contract: Contract) -> Contract:
     """The contract with the backward axes of the first preset that rounds at the same points (align trains with it)."""
     for name in agreeing_presets(contract.region, contract):
-        known = PRESETS[name].regions[contract.region]
+        known = _known(PRESETS[name], contract)
         changes = {a.name: getattr(known, a.name) for a in contract.axes if a.level == "backward"}
         return contract.replace(**changes)
     return contract

@@ -72,6 +72,7 @@ def test_gemma_follows_hf_eager_with_norms_of_one_plus_w_and_without_a_swiglu(
         "rmsnorm": level_one(preset.rmsnorm(offset=True)),
     }
     assert result.content["regions"]["rmsnorm"]["weight"] == "1+w"
+    assert "hf-eager" in result.content["presets"]
     norms = {s for s in result.content["layers"] if s.endswith("norm")}
     assert norms == {f"layers.{n}.{p}_norm" for n in (0, 1) for p in ("input", "attn", "post", "mlp")} | {"final_norm"}
     assert all(layer["status"] == "determined" for layer in result.content["layers"].values())
