@@ -11,6 +11,7 @@ import typer
 
 from rpadiag import __version__
 from rpadiag.cli.bisect import bisect
+from rpadiag.cli.capture import capture
 from rpadiag.cli.compare import compare
 from rpadiag.cli.demo import demo
 from rpadiag.cli.doctor import doctor
@@ -51,6 +52,7 @@ def _root(
 
 app.command("compare", short_help="Hold both stacks against each other: verdict and evidence.")(compare)
 app.command("bisect", short_help="Attribute the divergence to regions, with error bars.")(bisect)
+app.command("capture", short_help="Keep what one stack computed, to compare it elsewhere.")(capture)
 app.command("fingerprint", short_help="Name the rounding contract that kernels follow.")(fingerprint)
 app.command("report", short_help="Draw runs into one HTML file; gates, Markdown, JUnit.")(report)
 app.command("rollouts", short_help="Check and measure recorded rollouts.")(rollouts)

@@ -51,6 +51,9 @@ Mode = Annotated[
         help="How vLLM runs: eager shows every site, compiled attention and head only.",
     ),
 ]
+TensorParallel = Annotated[
+    int, typer.Option("--tp", metavar="N", help="Ranks that vLLM is cut over (tensor parallel), a device each.")
+]
 Rollout = Annotated[
     str,
     typer.Option(
@@ -58,6 +61,34 @@ Rollout = Annotated[
         metavar="|".join(ROLLOUTS),
         help="vllm is the real engine; emulated a transformers forward with vLLM's rounding.",
     ),
+]
+Emulate = Annotated[
+    str | None,
+    typer.Option("--emulate", metavar="PRESET", help="What an emulated rollout follows.  [default: by device]"),
+]
+Sites = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sites",
+        metavar="GLOB",
+        help="Sites to look at, such as q_rope or layers.0.*; repeatable.  [default: every site]",
+    ),
+]
+Generate = Annotated[
+    int, typer.Option("--generate", metavar="N", help="Let the rollout sample N tokens per prompt; score them too.")
+]
+Align = Annotated[
+    str | None,
+    typer.Option("--align", metavar="REGIONS", help="Align the trainer first: rope,swiglu,rmsnorm or all."),
+]
+EngineArguments = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--engine-arg", metavar="NAME=VALUE", help="A further argument of vLLM, such as kv_cache_dtype=fp8; repeatable."
+    ),
+]
+Timeout = Annotated[
+    float, typer.Option("--timeout", metavar="S", help="End vLLM when it gives no sign of life for S seconds.")
 ]
 Regions = Annotated[
     str, typer.Option("--regions", metavar="REGIONS", help="Regions to look at, comma separated, or all.")

@@ -14,6 +14,7 @@ from torch import nn
 
 from rpadiag.engines import checkpoint, digests, replay, scoring, stacked
 from rpadiag.engines.base import ModelFacts, TokenScores
+from rpadiag.engines.config_facts import config_facts
 from rpadiag.engines.families import Family, family_for
 from rpadiag.engines.trainer_capture import OnSite, SiteReader
 from rpadiag.errors import EngineError, InputError, UsageError, unknown_name
@@ -109,20 +110,11 @@ class TrainerEngine:
     @cached_property
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer, loaded on first use."""
-        from transformers import AutoTokenizer
-
-        try:
-            return AutoTokenizer.from_pretrained(
-                self.name,
-                revision=self._settings.get("revision"),
-                trust_remote_code=self._settings.get("trust_remote_code", False),
-            )
-        except (OSError, ValueError, KeyError) as error:
-            raise InputError(
-                f"{self.name} has no tokenizer that can be loaded",
-                detail=str(error).strip().splitlines()[0],
-                hint="give prompts as token_ids in a .jsonl file",
-            ) from error
+        return checkpoint.load_tokenizer(
+            self.name,
+            revision=self._settings.get("revision"),
+            trust_remote_code=self._settings.get("trust_remote_code", False),
+        )
 
     def manifest(self) -> dict[str, Any]:
         """Everything that decides this engine's bits, as JSON."""
@@ -140,6 +132,7 @@ class TrainerEngine:
             "device": str(self.device),
             "device_name": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None,
             "attention": config._attn_implementation,
+            "config": config_facts(config),
             "given": dict(self._settings),
             "num_parameters": sum(p.numel() for p in self.model.parameters()),
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},

@@ -11,31 +11,32 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rpadiag.compare.causes import known_causes
 from rpadiag.compare.evidence import Control, Evidence
 from rpadiag.compare.metrics import logprob_metrics
 from rpadiag.compare.pairing import Pairing, SequencePair, check_positions
 from rpadiag.compare.verdict import decide
-from rpadiag.errors import CaptureError
-from rpadiag.findings import Verdict
+from rpadiag.findings import Finding, Verdict
 from rpadiag.runs import RunWriter, create_run
 from rpadiag.runs.manifest import differing_tensors
 from rpadiag.sites import match_sites, split_site
 from rpadiag.workflows.compare_rows import prompt_row, token_columns
 from rpadiag.workflows.control import fp32_control
+from rpadiag.workflows.decoding import decode_finding, sample_tokens, sampling_of
 from rpadiag.workflows.floors import measure_floors
 from rpadiag.workflows.inputs import Inputs, check_model, load_inputs
 from rpadiag.workflows.options import DEFAULT_CONTRACT, CompareOptions
 from rpadiag.workflows.progress import SILENT, Progress
-from rpadiag.workflows.rollout import Rollout, start_rollout
+from rpadiag.workflows.rollout import Rollout, start_rollout, visible_sites
 
 if TYPE_CHECKING:
-    from rpadiag.engines.base import TokenScores, TokenSequence
+    from rpadiag.engines.base import TokenSequence
     from rpadiag.engines.trainer import TrainerEngine
     from rpadiag.engines.vllm import VllmEngine
 
@@ -53,12 +54,17 @@ class Comparison:
 
 
 @dataclass(kw_only=True)
-class _Scored:
-    """Scores of every sequence on both stacks; a few numbers per token."""
+class Scored:
+    """Scores of every sequence on both stacks, as :class:`rpadiag.engines.base.TokenScores`; a few numbers per token.
+
+    Of sampled tokens ``rollout`` has what they were sampled with, ``decoded`` the same decoded alone, ``rescored`` as prompts.
+    """
 
     sequences: list[TokenSequence]
-    trainer: list[TokenScores]
-    rollout: list[TokenScores]
+    trainer: list[Any]
+    rollout: list[Any]
+    decoded: list[Any] = field(default_factory=list)
+    rescored: list[Any] = field(default_factory=list)
 
     def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """p, q, sequence index and decode flag of every scored token."""
@@ -68,12 +74,12 @@ class _Scored:
         decode = np.concatenate([np.arange(1, len(t.token_ids)) >= t.num_prompt_tokens for t in self.sequences])
         return p, q, ids, decode
 
-    def argmaxes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Most likely token of the trainer and of the rollout, for every scored token."""
-        return (
-            np.concatenate([s.argmax for s in self.trainer]),
-            np.concatenate([s.argmax for s in self.rollout]),
-        )
+    def argmaxes(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Most likely token of the trainer and of the rollout, for every scored token; None where one is not known."""
+        ours, theirs = ([s.argmax for s in stack] for stack in (self.trainer, self.rollout))
+        if any(a is None for a in (*ours, *theirs)):
+            return None, None
+        return np.concatenate(ours), np.concatenate(theirs)
 
 
 def run_compare(
@@ -108,19 +114,30 @@ def run_compare(
             rollout = stack.enter_context(
                 start_rollout(options, inputs, run, overrides=rollout_overrides, running=running)
             )
-        chosen = _visible(chosen, rollout, asked=bool(options.sites))
+        chosen = visible_sites(chosen, rollout, asked=bool(options.sites))
         differing = _check_weights(run, inputs, rollout)
+        stacks = {  # before the control, which runs both in FP32
+            "trainer": {**inputs.trainer.manifest(), "model": options.model, "aligned": alignment},
+            "rollout": {**rollout.engine.manifest(), "model": options.model, "sampling": _sampling(options)},
+        }
+        causes = known_causes(stacks["trainer"], stacks["rollout"])
+        run.set_manifest(**stacks, rollout_label=rollout.label)
         if differing:
-            return _stop_incomparable(run, inputs, rollout, options, differing)
+            return stop_incomparable(run, weights_differ(differing, causes, dtype=inputs.dtype, label=rollout.label))
         pairing = Pairing(
             inputs.trainer, sites=chosen, precision="model", experts_per_token=inputs.facts.experts_per_token
         )
-        stacks = {  # before the control, which runs both in FP32
-            "trainer": {**inputs.trainer.manifest(), "model": options.model, "aligned": alignment},
-            "rollout": {**rollout.engine.manifest(), "model": options.model},
-        }
         scored = _compare_all(options, inputs, rollout, pairing, run, progress)
-        floors = measure_floors(inputs, rollout, scored.sequences, scored.trainer, scored.rollout, progress)
+        floors = measure_floors(
+            inputs,
+            rollout,
+            scored.sequences,
+            scored.trainer,
+            scored.rollout,
+            progress,
+            decoded=scored.decoded,
+            rescored=scored.rescored,
+        )
         control = fp32_control(
             options,
             inputs,
@@ -132,24 +149,23 @@ def run_compare(
             prepare_trainer=prepare_trainer,
         )
         run.set_manifest(
-            **stacks,
-            rollout_label=rollout.label,
             sites={"requested": list(chosen), "absent": inputs.facts.absent_reasons | dict(rollout.absent)},
             control={"precision": "fp32", "reason": control.reason, "num_tokens": control.num_tokens},
         )
-        return _conclude(run, inputs, rollout, pairing, scored, floors, control)
-
-
-def _visible(chosen: list[str], rollout: Rollout, *, asked: bool) -> list[str]:
-    """The chosen sites that this engine can show; one that was asked for by name and is hidden is an error."""
-    seen = [s for s in chosen if split_site(s)[1] not in rollout.absent]
-    if asked and len(seen) < len(chosen):
-        hidden = next(s for s in chosen if s not in seen)
-        raise CaptureError(
-            f"site {hidden} cannot be seen in {rollout.label}: {rollout.absent[split_site(hidden)[1]]}",
-            hint="rerun with --mode eager, or ask for " + ", ".join(sorted({split_site(s)[1] for s in seen})),
+        return conclude(
+            run,
+            scored,
+            pairing,
+            control,
+            dtype=inputs.dtype,
+            label=rollout.label,
+            floors=floors,
+            causes=causes,
         )
-    return seen
+
+
+def _sampling(options: CompareOptions) -> dict[str, Any] | None:
+    return {"num_tokens": options.generate, **sampling_of(options), "seed": options.seed} if options.generate else None
 
 
 def _align(options: CompareOptions, inputs: Inputs, run: RunWriter, stack: ExitStack) -> dict[str, Any] | None:
@@ -171,43 +187,49 @@ def _check_weights(run: RunWriter, inputs: Inputs, rollout: Rollout) -> list[str
     return differing_tensors(ours, theirs)
 
 
-def _stop_incomparable(
-    run: RunWriter, inputs: Inputs, rollout: Rollout, options: CompareOptions, differing: list[str]
-) -> Comparison:
-    """Write the run with the verdict alone: numbers of different weights would only mislead."""
+def weights_differ(differing: list[str], causes: Sequence[Finding], *, dtype: str, label: str) -> Verdict:
+    """The verdict alone: numbers of different weights would only mislead."""
     from rpadiag.compare.aggregate import Aggregate
 
-    verdict = decide(
+    return decide(
         Evidence(
-            dtype=inputs.dtype,
+            dtype=dtype,
             aggregate=Aggregate(),
             control=Control(reason="weights differ"),
             mean_abs_d=float("nan"),
             max_abs_d=float("nan"),
             num_tokens=0,
-            rollout=rollout.label,
+            rollout=label,
             weights_differing=differing,
+            causes=causes,
         )
     )
-    run.set_manifest(
-        trainer={**inputs.trainer.manifest(), "model": options.model},
-        rollout={**rollout.engine.manifest(), "model": options.model},
-        rollout_label=rollout.label,
-    )
-    _record_verdict(run, verdict)
-    return Comparison(run=options.run, verdict=verdict, metrics={}, floors=())
+
+
+def stop_incomparable(run: RunWriter, verdict: Verdict) -> Comparison:
+    """Write the run with the verdict and nothing else."""
+    record_verdict(run, verdict)
+    return Comparison(run=run.path, verdict=verdict, metrics={}, floors=())
 
 
 def _compare_all(
     options: CompareOptions, inputs: Inputs, rollout: Rollout, pairing: Pairing, run: RunWriter, progress: Progress
-) -> _Scored:
-    scored = _Scored(sequences=[], trainer=[], rollout=[])
+) -> Scored:
+    scored = Scored(sequences=[], trainer=[], rollout=[])
+    sampled = sample_tokens(options, inputs, rollout, progress)
+    sequences = inputs.sequences if sampled is None else sampled.sequences
     captured = [s for s in with_inputs(pairing.sites, inputs) if split_site(s)[1] not in rollout.absent]
     prompts = {p.index: p for p in inputs.prompts}
     with progress.stage("compare prompts", total=len(inputs.sequences)) as bar:
-        for result, capture in captured_one_by_one(
-            rollout, inputs.sequences, sites=captured, scratch=run.scratch_dir(), num_generate=options.generate
-        ):
+        one_by_one = captured_one_by_one(
+            rollout,
+            sequences,
+            sites=captured,
+            scratch=run.scratch_dir(),
+            decode=sampled is not None,
+            **sampling_of(options),
+        )
+        for index, (result, capture) in enumerate(one_by_one):
             pair = SequencePair(
                 prompt=result.sequence.prompt,
                 token_ids=result.sequence.token_ids,
@@ -218,27 +240,30 @@ def _compare_all(
             scores, rows = pairing.compare(pair)
             run.add_sites(rows)
             run.add_prompts([prompt_row(prompts[pair.prompt], result.sequence)])
-            run.add_tokens(token_columns(result.sequence, scores, result.scores, inputs.tokenizer))
+            theirs = result.scores if sampled is None else sampled.merged(index, result.scores)
+            rescored = None if sampled is None or sampled.rescored is None else sampled.rescored[index]
+            run.add_tokens(token_columns(result.sequence, scores, theirs, inputs.texts(result.sequence), rescored))
             scored.sequences.append(result.sequence)
             scored.trainer.append(scores)
-            scored.rollout.append(result.scores)
+            scored.rollout.append(theirs)
+            if rescored is not None:
+                scored.decoded.append(result.scores)
+                scored.rescored.append(rescored)
             bar.advance()
     return scored
 
 
 def captured_one_by_one(
-    rollout: Rollout, sequences: Sequence[TokenSequence], *, sites: Sequence[str], scratch: Path, num_generate: int
+    rollout: Rollout, sequences: Sequence[TokenSequence], *, sites: Sequence[str], scratch: Path, **how: Any
 ) -> Iterator[tuple[Any, Any]]:
-    """(result, capture) of one sequence after another.
+    """(result, capture) of one sequence after another; ``how``: further arguments of the engine's ``score``.
 
     The rollout works on the next sequence while the caller compares the last one; at most two captures are on disk.
     """
     from rpadiag.engines.bundle import open_bundle
 
     def capture(index: int) -> Any:
-        return rollout.engine.score(
-            [sequences[index]], sites=sites, bundle_dir=scratch / f"sequence-{index}", num_generate=num_generate
-        )
+        return rollout.engine.score([sequences[index]], sites=sites, bundle_dir=scratch / f"sequence-{index}", **how)
 
     # Two transformers forwards in two threads would share the attention registry; a real engine is another process.
     ahead: Executor = ThreadPoolExecutor(max_workers=1) if rollout.real else _Inline()
@@ -246,7 +271,11 @@ def captured_one_by_one(
         future = ahead.submit(capture, 0) if sequences else None
         for index in range(len(sequences)):
             assert future is not None
-            (result,) = future.result()
+            try:
+                (result,) = future.result()
+            except KeyboardInterrupt:
+                rollout.stop()  # leaving waits for the thread, and the thread for the engine, which may be hung
+                raise
             if index + 1 < len(sequences):
                 future = ahead.submit(capture, index + 1)
             directory = scratch / f"sequence-{index}"
@@ -272,35 +301,49 @@ def with_inputs(sites: Sequence[str], inputs: Inputs) -> list[str]:
     return [s for s in have if s in needed and s != "logprob"]
 
 
-def _conclude(
+def conclude(
     run: RunWriter,
-    inputs: Inputs,
-    rollout: Rollout,
+    scored: Scored,
     pairing: Pairing,
-    scored: _Scored,
-    floors: list[dict[str, Any]],
     control: Control,
+    *,
+    dtype: str,
+    label: str,
+    floors: Sequence[Mapping[str, Any]] = (),
+    causes: Sequence[Finding] = (),
+    no_local: str | None = None,
 ) -> Comparison:
+    """Metrics and verdict of what was scored and paired, written to the run. label: how the rollout is named in sentences."""
     p, q, ids, decode = scored.columns()
     ours, theirs = scored.argmaxes()
-    metrics = logprob_metrics(p, q, sequence_ids=ids, p_argmax=ours, q_argmax=theirs)
+    everything = np.ones(len(p), dtype=bool)
     by_source = {
-        name: logprob_metrics(p[mask], q[mask], sequence_ids=ids[mask], p_argmax=ours[mask], q_argmax=theirs[mask])
-        for name, mask in (("prefill", ~decode), ("decode", decode))
-        if mask.any()
+        name: logprob_metrics(
+            p[mask],
+            q[mask],
+            sequence_ids=ids[mask],
+            p_argmax=None if ours is None else ours[mask],
+            q_argmax=None if theirs is None else theirs[mask],
+        )
+        for name, mask in (("all", everything), ("prefill", ~decode), ("decode", decode))
+        if mask.any() or name == "all"
     }
-    run.set_metrics({"logprob": {"all": metrics, **by_source}, "floors": floors})
+    if scored.rescored:
+        again = np.concatenate([s.logprob for s in scored.rescored])
+        by_source["rescored"] = logprob_metrics(p[decode], again[decode], sequence_ids=ids[decode])
+    metrics = by_source["all"]
+    run.set_metrics({"logprob": by_source, "floors": list(floors)})
     difference = np.abs(p.astype(np.float64) - q.astype(np.float64))
     verdict = decide(
         Evidence(
-            dtype=inputs.dtype,
+            dtype=dtype,
             aggregate=pairing.aggregate,
             control=control,
             mean_abs_d=float(metrics["mean_abs_d"]),
             max_abs_d=float(metrics["max_abs_d"]),
             num_tokens=len(p),
             num_nonfinite=int((~np.isfinite(difference)).sum()),
-            rollout=rollout.label,
+            rollout=label,
             positions=check_positions(
                 [
                     (s.prompt, ours.positions, theirs.positions)
@@ -308,13 +351,16 @@ def _conclude(
                 ]
             ),
             floors={f["name"]: f["mean_abs_d"] for f in floors},
+            causes=causes,
+            no_local=no_local,
         )
     )
-    _record_verdict(run, verdict)
+    verdict = replace(verdict, evidence=(*verdict.evidence, *decode_finding(by_source, floors)))
+    record_verdict(run, verdict)
     return Comparison(run=run.path, verdict=verdict, metrics=metrics, floors=floors)
 
 
-def _record_verdict(run: RunWriter, verdict: Verdict) -> None:
+def record_verdict(run: RunWriter, verdict: Verdict) -> None:
     run.set_verdict(verdict)
     for finding in verdict.evidence:
         run.add_finding(finding)

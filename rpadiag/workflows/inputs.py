@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,15 +20,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """A loaded trainer and the prompts as token sequences."""
+class Prompted:
+    """A model by its directory or hub id, and the prompts as token sequences of it."""
 
     model: str
     device: str
     dtype: str
-    trainer: TrainerEngine
     prompts: Sequence[Prompt]
     sequences: tuple[TokenSequence, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs(Prompted):
+    """A loaded trainer and the prompts as token sequences."""
+
+    trainer: TrainerEngine
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -37,6 +43,11 @@ class Inputs:
             return self.trainer.tokenizer
         except InputError:
             return None
+
+    def texts(self, sequence: TokenSequence) -> list[str] | None:
+        """The text of each token of a sequence; None without a tokenizer."""
+        tokenizer = self.tokenizer
+        return None if tokenizer is None else [tokenizer.decode([int(i)]) for i in sequence.token_ids]
 
     @property
     def facts(self) -> ModelFacts:
@@ -75,24 +86,31 @@ def load_trainer(options: ModelOptions, *, model: str, device: str, dtype: str, 
 
 def load_inputs(options: ModelOptions, progress: Progress, *, attention: str = "auto", num_generate: int = 0) -> Inputs:
     """Load the trainer and read the prompts; every user mistake in them is an error before the long work."""
-    from rpadiag.engines.base import TokenSequence
-    from rpadiag.prompts import load_prompts
-
     model = resolve_model(options.model, progress)
     device = resolve_device(options.device)
     with progress.stage("load trainer"):
         trainer = load_trainer(options, model=model, device=device, dtype=options.dtype, attention=attention)
+    prompts, sequences = read_prompts(options, trainer.facts, lambda: trainer.tokenizer, num_generate=num_generate)
+    dtype = str(next(trainer.model.parameters()).dtype).removeprefix("torch.")
+    return Inputs(model=model, device=device, dtype=dtype, trainer=trainer, prompts=prompts, sequences=sequences)
+
+
+def read_prompts(
+    options: ModelOptions, facts: ModelFacts, tokenizer: Callable[[], Any], *, num_generate: int
+) -> tuple[list[Prompt], tuple[TokenSequence, ...]]:
+    """The prompts of a file, and their tokens for a model with these facts. tokenizer: called only where text is given."""
+    from rpadiag.engines.base import TokenSequence
+    from rpadiag.prompts import load_prompts
+
     prompts = load_prompts(
         Path(options.prompts),
-        lambda: trainer.tokenizer,
+        tokenizer,
         max_tokens=options.max_tokens,
-        vocab_size=trainer.facts.vocab_size,
-        max_positions=trainer.facts.max_positions,
+        vocab_size=facts.vocab_size,
+        max_positions=facts.max_positions,
         reserve=num_generate,
         min_tokens=1 if num_generate else 2,
     )
-    sequences = tuple(
+    return prompts, tuple(
         TokenSequence(prompt=p.index, token_ids=tuple(p.token_ids), num_prompt_tokens=len(p.token_ids)) for p in prompts
     )
-    dtype = str(next(trainer.model.parameters()).dtype).removeprefix("torch.")
-    return Inputs(model=model, device=device, dtype=dtype, trainer=trainer, prompts=prompts, sequences=sequences)

@@ -8,6 +8,7 @@ manifest as effective.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ ROLLOUTS = ("vllm", "emulated")
 CONTROLS = ("fp32", "none")
 MODES = ("eager", "compiled")
 STACKS = ("trainer", "rollout")
+ENGINES = ("vllm", "trainer", "emulated")
+TIMEOUT_S = 600.0  # of a rollout engine without a sign of life
 UNITS = ("region", "layer")
 ATTRIBUTABLE_REGIONS = (*ALIGNABLE_REGIONS, "qk_norm", "attention", "matmul", "lm_head")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
@@ -89,51 +92,170 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions(ModelOptions):
-    """``rpadiag compare``.
+class StackOptions(ModelOptions):
+    """What running one or both stacks needs: compare and capture.
 
-    run:      the directory to write.
-    rollout:  ``vllm`` is the real engine, ``emulated`` a transformers forward that follows ``emulate``.
     emulate:  preset that an emulated rollout follows; None is the preset of vLLM on this device.
     mode:     whether the real engine runs eager (every site is seen) or compiled (attention sites only).
+    tp:       ranks that the real engine is cut over (tensor parallel), each on a device of its own.
     attention: attention implementation of the trainer.
     sites:    glob patterns over site addresses; empty is every site.
     generate: tokens that the rollout samples after each prompt and both stacks then score.
-    align:    regions in which the trainer is aligned before the comparison.
+    align:    regions in which the trainer is aligned first.
     contract: preset or file that ``align`` follows; None is ``fp32-output``.
-    control:  ``fp32`` runs both stacks again in FP32, where rounding vanishes and mistakes stay.
+    timeout_s: the real engine is ended when it gives no sign of life for so long.
+    engine_args: ``NAME=VALUE``, further arguments of the real engine; a value that is JSON is read as such.
     """
 
-    run: Path
-    rollout: str = "vllm"
     emulate: str | None = None
     mode: str = "eager"
+    tp: int = 1
     attention: str = "sdpa"
     sites: tuple[str, ...] = ()
     generate: int = 0
     align: tuple[str, ...] = ()
     contract: str | None = None
-    control: str = "fp32"
+    timeout_s: float = TIMEOUT_S
+    engine_args: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _one_of("rollout", self.rollout, ROLLOUTS)
+    @property
+    def extra(self) -> dict[str, Any]:
+        """The engine arguments by name."""
+        return dict(_engine_argument(text) for text in self.engine_args)
+
+    def _check_stacks(self, rollout: str, flag: str) -> None:
+        """Values in range, and together. rollout: the engine that is asked for with the option ``flag``."""
         _one_of("mode", self.mode, MODES)
+        _at_least("--tp", self.tp, 1)
         _one_of("attention", self.attention, ATTENTIONS)
-        _one_of("control", self.control, CONTROLS)
         _at_least("--generate", self.generate, 0)
+        if self.timeout_s < 1:
+            raise UsageError(f"--timeout must be at least 1 second, not {self.timeout_s:g}")
+        if self.extra and rollout != "vllm":
+            raise UsageError("--engine-arg is an argument of vLLM", hint="leave it out, or use the real engine")
         check_regions(self.align)
         if self.contract is not None and not self.align:
             raise UsageError(
                 "--contract names what an aligned trainer follows, and no region is aligned",
                 hint="add --align all; for the contract of an emulated rollout use --emulate",
             )
-        if self.emulate is not None and self.rollout != "emulated":
-            raise UsageError("--emulate names what an emulated rollout follows", hint="add --rollout emulated")
-        if self.mode == "compiled" and self.rollout == "emulated":
+        if self.emulate is not None and rollout != "emulated":
+            raise UsageError("--emulate names what an emulated rollout follows", hint=f"add {flag} emulated")
+        if self.tp > 1 and rollout != "vllm":
+            raise UsageError("--tp needs the real engine", hint=f"leave {flag} {rollout} out, or --tp")
+        if self.tp > 1 and ":" in self.device:
             raise UsageError(
-                "--mode compiled needs the real engine", hint="use --rollout emulated --emulate vllm-compiled"
+                f"--tp {self.tp} takes {self.tp} devices, --device {self.device} names one",
+                hint="use --device cuda; CUDA_VISIBLE_DEVICES chooses which",
             )
+        if self.mode == "compiled" and rollout != "vllm":
+            raise UsageError(
+                "--mode compiled needs the real engine", hint=f"use {flag} emulated --emulate vllm-compiled"
+            )
+
+
+def _engine_argument(text: str) -> tuple[str, Any]:
+    name, given, value = text.partition("=")
+    if not given or not name.strip():
+        raise UsageError(f"--engine-arg {text}: not NAME=VALUE", hint="--engine-arg kv_cache_dtype=fp8")
+    try:
+        return name.strip().replace("-", "_"), json.loads(value)
+    except ValueError:
+        return name.strip().replace("-", "_"), value
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(StackOptions):
+    """``rpadiag compare``.
+
+    run:      the directory to write.
+    rollout:  ``vllm`` is the real engine, ``emulated`` a transformers forward that follows ``emulate``.
+    control:  ``fp32`` runs both stacks again in FP32, where rounding vanishes and mistakes stay.
+    temperature, top_p: of sampling with ``generate``; logprobs stay raw.
+    """
+
+    run: Path
+    rollout: str = "vllm"
+    control: str = "fp32"
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _one_of("rollout", self.rollout, ROLLOUTS)
+        _one_of("control", self.control, CONTROLS)
+        self._check_stacks(self.rollout, "--rollout")
+        if self.temperature < 0:
+            raise UsageError(f"--temperature must be at least 0, not {self.temperature:g}")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"--top-p must be above 0 and at most 1, not {self.top_p:g}")
+        if (self.temperature, self.top_p) != (1.0, 1.0) and not self.generate:
+            raise UsageError("--temperature and --top-p are of sampling", hint="add --generate N")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureOptions(StackOptions):
+    """``rpadiag capture``.
+
+    prompts: a prompt file, or a bundle whose tokens are taken.
+    engine:  the stack to run: ``vllm`` or ``trainer``, or an ``emulated`` rollout.
+    bundle:  the directory to write.
+    resume:  go on with the bundle that an interrupted capture left.
+    """
+
+    bundle: Path
+    engine: str = "vllm"
+    resume: bool = False
+
+    @property
+    def rollout(self) -> str:
+        """The rollout engine of the same name."""
+        return self.engine
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _one_of("engine", self.engine, ENGINES)
+        self._check_stacks(self.engine, "--engine")
+        if self.engine == "trainer" and self.generate:
+            raise UsageError(
+                "--generate lets the rollout engine sample, and --engine trainer is not one",
+                hint="capture the rollout first, then the trainer on its tokens: name that bundle in place of PROMPTS",
+            )
+        if self.engine != "trainer" and self.align:
+            raise UsageError("--align aligns the trainer", hint="add --engine trainer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BundlesOptions:
+    """``rpadiag compare`` of two bundles, with neither engine.
+
+    trainer, rollout: what ``rpadiag capture`` or another program wrote.
+    trainer_fp32, rollout_fp32: the same two stacks on the same tokens in FP32, as a control; both or neither.
+    model:  whose operations local divergence is computed with; None leaves it out, and needs no torch.
+    sites:  glob patterns over site addresses; empty is every site that both bundles have.
+    """
+
+    run: Path
+    trainer: Path
+    rollout: Path
+    trainer_fp32: Path | None = None
+    rollout_fp32: Path | None = None
+    model: str | None = None
+    sites: tuple[str, ...] = ()
+    device: str = "auto"
+    attention: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        _check_device(self.device)
+        if (self.trainer_fp32 is None) != (self.rollout_fp32 is None):
+            given = "--trainer-fp32" if self.rollout_fp32 is None else "--rollout-fp32"
+            raise UsageError(f"{given} alone is no control", hint="give both --trainer-fp32 and --rollout-fp32")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as plain JSON values, paths as text."""
+        return {k: _plain(v) for k, v in dataclasses.asdict(self).items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +269,7 @@ class BisectOptions(ModelOptions):
     replicates: rounding replicates of each variant, or the most there may be with ``precision``.
     precision:  stop when the standard error of the strongest part is below this share of it; None makes all replicates.
     interactions: a factorial design, for main effects and two-way interactions.
-    confirm:    repeat with a second kind of noise, equivalent batches.
+    confirm:    repeat with a second kind of noise: equivalent batches, or on a CPU another order of sums.
     resume:     continue the interrupted bisection in ``run``.
     """
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,39 @@ def test_compare_without_torch_names_the_package_and_the_install_line(without_to
     done = python(without_torch, "-m", "rpadiag", "compare", "model", str(prompts), "--run", str(tmp_path / "run"))
     assert done.returncode == 2, done.stderr
     assert "torch" in done.stderr and "pip install 'rpadiag[engines]'" in done.stderr
+
+
+def test_two_bundles_are_compared(without_torch: Path, tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    from rpadiag.cli.app import run
+
+    prompts = tmp_path / "p.txt"
+    prompts.write_text("the lazy dog\nover the hills\n", encoding="utf-8")
+    for engine in ("trainer", "emulated"):
+        arguments = [
+            "capture",
+            str(tiny("llama")),
+            str(prompts),
+            "--engine",
+            engine,
+            "--bundle",
+            str(tmp_path / engine),
+        ]
+        assert run(arguments) == 0
+    pair = ["--trainer", str(tmp_path / "trainer"), "--rollout", str(tmp_path / "emulated")]
+    done = python(without_torch, "-m", "rpadiag", "compare", *pair, "--run", str(tmp_path / "run"))
+    assert done.returncode == 2 and done.stdout.startswith("Inconclusive: "), done.stderr
+    same = ["--trainer", str(tmp_path / "trainer"), "--rollout", str(tmp_path / "trainer")]
+    done = python(without_torch, "-m", "rpadiag", "compare", *same, "--run", str(tmp_path / "same"))
+    assert done.returncode == 0 and done.stdout.startswith("Identical: "), done.stderr
+
+
+def test_a_model_beside_two_bundles_needs_the_trainer_stack(without_torch: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "bundle.json").write_text("{}", encoding="utf-8")
+    pair = ["--trainer", str(tmp_path / "a"), "--rollout", str(tmp_path / "b")]
+    done = python(without_torch, "-m", "rpadiag", "compare", "model", *pair, "--run", str(tmp_path / "run"))
+    assert done.returncode == 2 and "pip install 'rpadiag[engines]'" in done.stderr
 
 
 def test_run_is_read_and_reported(without_torch: Path, tmp_path: Path) -> None:

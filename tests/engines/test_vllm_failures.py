@@ -119,6 +119,14 @@ def test_what_vllm_refuses_is_reported_with_the_end_of_its_log(tiny: Callable[[s
 
 
 @pytest.mark.vllm
+def test_a_cache_that_cannot_be_allocated_is_said_with_what_to_try(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="less than requested memory for kv") as caught:
+        VllmEngine.start(tiny("llama"), log_path=tmp_path / "log", extra={"kv_cache_memory_bytes": 1 << 52})
+    assert caught.value.hint is not None and caught.value.hint.startswith("vLLM has no memory for its KV cache")
+    assert not children(os.getpid())
+
+
+@pytest.mark.vllm
 def test_an_engine_survives_refusals_and_a_full_disk_but_not_its_death(
     tiny: Callable[[str], Path], tmp_path: Path
 ) -> None:
