@@ -58,9 +58,7 @@ def fp32_control(
         differences = []
         scratch = run.scratch_dir() / "fp32"
         scratch.mkdir(exist_ok=True)
-        for result, capture in captured_one_by_one(
-            rollout, chosen, sites=with_inputs(sites, inputs), scratch=scratch, num_generate=0
-        ):
+        for result, capture in captured_one_by_one(rollout, chosen, sites=with_inputs(sites, inputs), scratch=scratch):
             pair = SequencePair(
                 prompt=result.sequence.prompt,
                 token_ids=result.sequence.token_ids,
@@ -90,6 +88,7 @@ def _explain(
 
     from rpadiag.compare.diagnose_operation import diagnose_operation
     from rpadiag.engines.bundle import open_bundle
+    from rpadiag.workflows.fingerprint_sites import inv_freq_of
 
     reads = trainer.reads(site)
     rollout.engine.score([sequence], sites=[site, *reads], bundle_dir=directory)
@@ -99,7 +98,10 @@ def _explain(
     path, _ = trainer.family.source(site, stack="trainer", num_layers=trainer.facts.num_layers)
     point = split_site(site)[1]
     module: Any = trainer.model.get_submodule(path) if point.endswith("norm") else None
-    rotary: Any = trainer.model.get_submodule(trainer.family.trainer_rotary) if point.endswith("rope") else None
+    rotary = layer = None
+    if point.endswith("rope"):
+        rotary = trainer.model.get_submodule(trainer.family.trainer_rotary)
+        layer = trainer.model.get_submodule(path.rpartition(".")[0])
     found = diagnose_operation(
         site,
         trainer.replay(site, list(given.values()), positions=positions),
@@ -109,7 +111,7 @@ def _explain(
         positions=positions,
         weight=getattr(module, "weight", None),
         eps=getattr(module, "variance_epsilon", None),
-        inv_freq=getattr(rotary, "inv_freq", None),
+        inv_freq=None if rotary is None else inv_freq_of(rotary, layer),
     )
     # only what holds bit for bit or was solved from the data is passed on; a likeness would be a guess
     return tuple(replace(f, site=site, rank=0) for f in found[:1] if f.numbers.get("proof") in ("identity", "solved"))

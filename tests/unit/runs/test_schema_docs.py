@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from rpadiag.runs.schema import TABLES, markdown_table
+from rpadiag.sites import POINTS
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "run-format.md"
 BEGIN = "<!-- columns: begin; generated from rpadiag/runs/schema.py by tests/unit/runs/test_schema_docs.py -->\n"
@@ -37,6 +38,12 @@ def test_document_names_every_file_of_a_run(make_run: Callable) -> None:  # type
     for file in make_run().path.iterdir():
         assert f"`{file.name}`" in text
     assert {t.file for t in TABLES.values()} <= set(re.findall(r"`(\w+\.parquet)`", text))
+
+
+def test_document_explains_every_point_with_its_region() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    for point in POINTS.values():
+        assert f"| `{point.name}` | `{point.region}` | {point.text} |" in text
 
 
 def test_document_explains_every_manifest_entry_that_the_writer_makes(make_run: Callable) -> None:  # type: ignore[type-arg]
