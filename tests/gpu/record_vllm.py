@@ -6,7 +6,8 @@ Steps, each timed and each kept when a later one fails: (1) eager vLLM samples a
 prompts, every site captured; (2) the contract of every region and layer is fingerprinted from that capture; (3) the trainer
 is aligned to the fingerprint, with merged projections and vLLM's own attention, and held against vLLM's prompt logprobs;
 (4) one region at a time is left out; (5) compiled vLLM scores the same tokens and the aligned trainer is held against it;
-(6) its contracts are told from the attention inputs of layers 0 and 1, the only points of a compiled layer that are seen.
+(6) its contracts are told from the attention inputs of layers 0 and 1, the only points of a compiled layer that are seen;
+(layer0, only if named) the same for layer 0 alone, which needs one engine, and whether capturing changes a logprob.
 """
 
 from __future__ import annotations
@@ -148,6 +149,9 @@ def main() -> None:
     sites = [s for s in trainer.facts.sites if s != "logprob"]
     with tempfile.TemporaryDirectory() as tmp:
         home = Path(tmp)
+        if args.steps == "layer0":
+            compiled_layer0(record, args, model, trainer, sequences, home)
+            return
         with VllmEngine.start(
             model, dtype="bfloat16", device=args.device, log_path=home / "eager.log", max_model_len=length
         ) as engine:
@@ -283,9 +287,46 @@ def compiled_fingerprint(trainer: TrainerEngine, engine: VllmEngine, bundle: Any
     return {"combinations": rows}
 
 
-def differing_shares(trainer: TrainerEngine, engine: VllmEngine, bundle: Any, contract: Any) -> dict[str, float]:
-    """Share of differing elements of the first two sequences, at the attention inputs of layers 0 and 1."""
-    seen = {f"layers.{n}.{point}": [0, 0] for n in (0, 1) for point in ("v", "q_rope", "k_rope")}
+def compiled_layer0(
+    record: Recorder, args: Any, model: str, trainer: TrainerEngine, sequences: Any, home: Path
+) -> None:
+    """Attention inputs of layer 0 under each rounding of the plain norm's scale and of RoPE's products."""
+    sites = [f"layers.0.{point}" for point in ("v", "q_rope", "k_rope")]
+    length = max(len(s.token_ids) for s in sequences) + 8
+    with record.step("compiled_layer0") as found:
+        with VllmEngine.start(
+            model, dtype="bfloat16", device=args.device, log_path=home / "c.log", max_model_len=length,
+            enforce_eager=False,
+        ) as engine:  # fmt: skip
+            plain = np.concatenate([r.scores.logprob for r in engine.score(sequences)])
+            every = [s for s in engine.sites if s != "logprob"]
+            seen = np.concatenate(
+                [r.scores.logprob for r in engine.score(sequences, sites=every, bundle_dir=home / "all")]
+            )
+            engine.score(sequences, sites=sites, bundle_dir=home / "layer0")
+            found["captured_points"] = sorted({s.rsplit(".", 1)[-1] for s in every})
+            found["logprobs_that_capturing_changed"] = int((plain != seen).sum())
+            found["num_tokens"] = len(plain)
+        bundle = open_bundle(home / "layer0")
+        base = find_preset("fp32-output")
+        rows = []
+        for products in ("fp32", "lp"):
+            for scale in ("fp32", "lp"):
+                axes = {"rope": {"products": products}, "rmsnorm": {"scale": scale}}
+                contract = replace(base, regions={r: c.replace(**axes.get(r, {})) for r, c in base.regions.items()})
+                shares = differing_shares(trainer, None, bundle, contract, layers=(0,))
+                rows.append({"rope_products": products, "norm_scale": scale, "differing": shares})
+        found["combinations"] = sorted(rows, key=lambda row: sum(row["differing"].values()))
+
+
+def differing_shares(
+    trainer: TrainerEngine, engine: VllmEngine | None, bundle: Any, contract: Any, layers: Sequence[int] = (0, 1)
+) -> dict[str, float]:
+    """Share of differing elements of the first two sequences, at the attention inputs of the layers.
+
+    engine: lends its attention, which every layer but the first needs.
+    """
+    seen = {f"layers.{n}.{point}": [0, 0] for n in layers for point in ("v", "q_rope", "k_rope")}
     for index, sequence in enumerate(bundle.sequences[:2]):
         capture = bundle.capture(index)
 
@@ -295,8 +336,9 @@ def differing_shares(trainer: TrainerEngine, engine: VllmEngine, bundle: Any, co
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(merged_projections(trainer.model))
-            attend = stack.enter_context(engine.attention(len(sequence.token_ids)))
-            stack.enter_context(borrowed_attention(trainer.model, attend))
+            if engine is not None:
+                attend = stack.enter_context(engine.attention(len(sequence.token_ids)))
+                stack.enter_context(borrowed_attention(trainer.model, attend))
             stack.enter_context(align(trainer.model, regions=REGIONS, contract=contract))
             trainer.forward(sequence.token_ids, sites=list(seen), on_site=on_site)
     return {site: wrong / total for site, (wrong, total) in seen.items()}
