@@ -11,13 +11,16 @@ from rpadiag.engines.digests import tensor_digest
 from rpadiag.engines.families import family_for
 from rpadiag.errors import InputError
 
+# What a checkpoint holds; scales and zero points are vLLM's own, of weights that it quantised while loading.
+KINDS = ("weight", "bias")
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 # vLLM's parameter of all experts of a layer -> the projections that it stacks of each
 STACKED_EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 
 
 def check_complete(model: torch.nn.Module, delivered: Collection[str], *, name: str) -> None:
     """InputError unless the checkpoint delivered every tensor: vLLM leaves memory as it was where one is missing."""
-    needed = [key for keys, _ in _parameters(model) for key in keys]
+    needed = [key for keys, _ in _parameters(model) for key in keys if key.rpartition(".")[2] in KINDS]
     missing = sorted(set(needed) - set(delivered))
     if missing:
         raise InputError(
@@ -47,7 +50,7 @@ def live_digests(model: torch.nn.Module, *, known: Collection[str]) -> dict[str,
     """Digest of each checkpoint tensor that can be read back from vLLM's parameters; ``known`` limits the names.
 
     Fused parameters are cut along dimension 0; padded vocabulary rows are cut off. Skipped, because a kernel
-    replaced them by a packed form: parameters that are empty or of another shape, and experts, whose packed form may have
+    replaced them by a packed form: parameters that are empty, quantised or of another shape, and experts, whose packed form may have
     the same shape.
     """
     config: Any = model.config
@@ -56,7 +59,7 @@ def live_digests(model: torch.nn.Module, *, known: Collection[str]) -> dict[str,
     widths = family.widths(facts)
     found: dict[str, str] = {}
     for keys, parameter in _parameters(model):
-        if parameter.numel() == 0 or ".experts." in keys[0]:
+        if parameter.numel() == 0 or parameter.dtype not in FLOATS or ".experts." in keys[0]:
             continue
         if len(keys) > 1:
             sizes = [widths[key.split(".")[-2].removesuffix("_proj")] for key in keys]

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rpadiag.engines.base import DENSE_MLP_POINTS, ModelFacts
+from rpadiag.engines.config_facts import quantization_method
 from rpadiag.errors import InputError
 from rpadiag.sites import split_site
 
@@ -87,7 +88,15 @@ class Family:
     def facts(self, config: Any) -> ModelFacts:
         """Facts from a transformers configuration object (vLLM's ``hf_config`` is one too)."""
         for attribute, reason in self.refused.items():
-            if getattr(config, attribute, None):
+            value = getattr(config, attribute, None)
+            if value and attribute == "quantization_config":
+                raise InputError(
+                    f"this checkpoint is quantised with {quantization_method(value)} (its quantization_config)",
+                    detail=f"{reason}; and what quantisation moves is not rounding",
+                    hint="take the checkpoint that it was made from; vLLM can quantise that while it loads, and a comparison then names "
+                    "it as a cause of its own: --engine-arg quantization=fp8",
+                )
+            if value:
                 raise InputError(f"{self.name} models with {attribute} are not supported", detail=reason)
         given = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or self.activation
         if given != self.activation:
