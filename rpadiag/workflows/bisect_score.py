@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rpadiag.attribution.design import Replicate, Variant, layers_by_region
+from rpadiag.attribution.plan import ROUND
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
     from rpadiag.engines.trainer import TrainerEngine
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
-BLOCK_REPLICATES = {"cpu": 16, "cuda": 32}
+BLOCK_REPLICATES = 16
+FILLED_REPLICATES = (
+    ROUND  # a filled block costs the same however few are asked for: as many as a round of the stopping rule
+)
 Logprobs = NDArray[np.float64]
 
 
@@ -76,9 +80,9 @@ class _Setting:
 class PrefixScorer:
     """A :data:`rpadiag.attribution.design.Score` over a trainer. Make one per bisection; :attr:`cost` counts.
 
-    products: made around every forward (``fp32_products`` on slow CPUs is entered by the caller). fill: score every batch at its
-    full number of rows, so that a logprob cannot depend on what else is asked for where kernels depend on the batch; None finds out whether
-    they do. on_forward: called with the number of sequences just scored.
+    Kernels for products on slow CPUs (``fp32_products``) are the caller's to enter, before this is made. fill: score every batch at
+    its full number of rows, so that a logprob cannot depend on what else is asked for where kernels depend on the batch; None finds out
+    whether they do. on_forward: called with the number of sequences just scored.
     """
 
     def __init__(
@@ -100,7 +104,7 @@ class PrefixScorer:
         self._switches = switches
         self._sections = Sections(trainer)
         self._budget = batch_tokens or BATCH_TOKENS[device]
-        self._block = block_replicates or BLOCK_REPLICATES[device]
+        self._block = block_replicates or BLOCK_REPLICATES
         self._on_forward = on_forward or _ignore
         self._settings: dict[Variant, _Setting] = {}
         self.cost = ScoringCost()
