@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -167,46 +168,48 @@ def confirm(
 
 @dataclass(frozen=True, kw_only=True)
 class LocalAgreement:
-    """The first-order effect that local evidence predicts for a part, beside the replicate estimate.
+    """The first-order effect g that local evidence predicts for a part, beside the systematic effect b that the replicates see.
 
-    predicted_sq: mean square of the predicted change g of each logprob, nats^2, unbiased where several draws of it are given. slope: E[g b] / E[g^2],
-    the part of the prediction that the replicates see: 1 when they agree, 0 when unrelated. gap: E[g b] - E[g^2]. unexplained_sq: unbiased mean
-    square of b - g, nats^2.
+    predicted_sq: E[g^2] over tokens, nats^2, unbiased where draws of g are given. seen: E[b^2]. shared: E[g b], which equals E[b^2] where the
+    prediction is right, whatever noise of its own g has. gap: shared less seen. slope: E[g b] / E[g^2], the part of the prediction that the
+    replicates see; noise in a single g lowers it. excess: E[g^2] less shared, None without draws.
     """
 
     name: str
     predicted_sq: Measured
-    slope: Measured
+    seen: Measured
+    shared: Measured
     gap: Measured
-    unexplained_sq: Measured
+    slope: Measured
+    excess: Measured | None
 
     @property
     def agrees(self) -> bool:
-        """E[g b] is E[g^2] within three standard errors; where nothing is predicted, nothing is seen."""
-        seen = self.gap if self.predicted_sq.value else self.unexplained_sq
-        return seen.p_two_sided > CONTROL_P
+        """What the replicates see is predicted, within three standard errors; with draws of g also that nothing more is predicted."""
+        tests = [self.gap] if self.excess is None else [self.gap, self.excess]
+        return all(m.p_two_sided > CONTROL_P for m in tests)
 
 
 def compare_with_local(
     name: str, predicted: Floats, variant: Floats, reference: Floats, sequences: Sequences
 ) -> LocalAgreement:
     """predicted: first-order change of each logprob when the part is not aligned (variant less reference), nats, ``[N]``, or independent
-    draws of it ``[D, N]``. The rounding of one forward is noise in g; the mean of few draws has it too, which lowers the slope, and only draws allow to correct for it.
+    draws of it ``[D, N]``. The rounding of one forward is noise in g, and so it is, smaller, in the mean of few draws.
     """
     draws = np.atleast_2d(predicted)
     mean_g = draws.mean(axis=0)
     square_g = unbiased_square(draws) if len(draws) > 1 else np.square(mean_g)
     difference = variant - reference
-    cross = mean_g * difference.mean(axis=0)
-    rows = [square_g, cross, unbiased_square(difference) - 2 * cross + square_g]
+    rows = [square_g, unbiased_square(difference), mean_g * difference.mean(axis=0)]
 
     def results(s: Floats) -> Floats:
-        n = s[-1]
-        return np.stack([s[0] / n, s[1] / s[0], (s[1] - s[0]) / n, s[2] / n])
+        g, b, shared = s[:3] / s[-1]
+        return np.stack([g, b, shared, shared - b, s[2] / s[0], g - shared])
 
     found = jackknife(results, np.stack([*(sequences.sums(r) for r in rows), sequences.counts]))
-    names = ("predicted_sq", "slope", "gap", "unexplained_sq")
-    return LocalAgreement(name=name, **dict(zip(names, found, strict=True)))
+    names = ("predicted_sq", "seen", "shared", "gap", "slope", "excess")
+    fields: dict[str, Any] = dict(zip(names, found, strict=True))
+    return LocalAgreement(name=name, **fields | ({"excess": None} if len(draws) == 1 else {}))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -147,8 +147,9 @@ def summary(result: Attribution) -> dict[str, Any]:
         "local": [
             {"part": x.name, "agrees": x.agrees}
             | _with_error("predicted_sq", x.predicted_sq)
+            | _with_error("seen_sq", x.seen)
+            | _with_error("shared_sq", x.shared)
             | _with_error("slope", x.slope)
-            | _with_error("unexplained_sq", x.unexplained_sq)
             for x in result.local.values()
         ],
         "metrics": list(METRICS),

@@ -193,20 +193,20 @@ def _local(result: Attribution) -> list[Finding]:
         return []
     differ = [a for a in result.local.values() if not a.agrees]
     shown = "; ".join(
-        f"{a.name} slope {pm(a.slope.value, a.slope.se)}, predicted {squares(a.predicted_sq)} nats²"
+        f"{a.name} {squares(a.predicted_sq)}, {squares(a.seen)}, {squares(a.shared)}"
         for a in result.local.values()
-        if a.predicted_sq.value
+        if a.predicted_sq.value or a.seen.value
     )
     lead = (
-        f"First-order local evidence disagrees with the replicates on {', '.join(a.name for a in differ)}"
+        f"First-order local evidence does not account for what the replicates see of {', '.join(a.name for a in differ)}"
         if differ
-        else "First-order local evidence agrees with the replicates"
+        else "First-order local evidence accounts for what the replicates see"
     )
     return [
         Finding(
             code="local-evidence",
             severity="notice" if differ else "info",
-            text=f"{lead} (slope 1 expected): {shown or 'it predicts nothing'}.",
+            text=f"{lead} (nats² predicted, seen, and shared; shared equals seen where they agree): {shown or 'nothing'}.",
             numbers={a.name: a.slope.value for a in result.local.values()},
             rank=14,
         )

@@ -18,7 +18,7 @@ import numpy as np
 from rpadiag import __version__
 from rpadiag.attribution.attribute import Attribution, attribute
 from rpadiag.attribution.design import Replicate, parts_of
-from rpadiag.attribution.plan import ROUND, Plan
+from rpadiag.attribution.plan import Plan
 from rpadiag.attribution.rows import attribution_rows, effect_rows, summary
 from rpadiag.attribution.verdict import findings, verdict
 from rpadiag.compare.pairing import Pairing, SequencePair
@@ -26,7 +26,7 @@ from rpadiag.findings import Finding, Verdict
 from rpadiag.runs import RunWriter, token_digest, weights_digest
 from rpadiag.runs.journal import Journal, journaled_run
 from rpadiag.workflows.bisect_local import LocalEvidence, local_evidence, local_findings
-from rpadiag.workflows.bisect_score import BLOCK_REPLICATES, PrefixScorer, ScoringCost
+from rpadiag.workflows.bisect_score import PrefixScorer, ScoringCost
 from rpadiag.workflows.compare_rows import prompt_row
 from rpadiag.workflows.control import subset
 from rpadiag.workflows.inputs import Inputs, check_model, load_inputs
@@ -75,12 +75,10 @@ def run_bisect(
         prompts = {p.index: p for p in inputs.prompts}
         rows = [prompt_row(prompts[s.prompt], s) for s in inputs.sequences]
         run.add_prompts(rows)
-        # What an interrupt loses, and what the stopping rule waits for: little on a CPU; a GPU wants large batches.
-        block = BLOCK_REPLICATES["cuda"] if inputs.device.startswith("cuda") else ROUND
         weights = inputs.trainer.weight_digests()
         run.set_weights("trainer", weights)
         confirm_kind = "batch" if inputs.device.startswith("cuda") else "order"  # a CPU hardly depends on the batch
-        plan = plan_of(options, inputs.facts.num_layers, block=block, confirm_kind=confirm_kind)
+        plan = plan_of(options, inputs.facts.num_layers, confirm_kind=confirm_kind)
         run.set_manifest(confirming_noise=confirm_kind if options.confirm else None)
         journal.bind(_identity(options, inputs, contract, weights_digest(weights)))
         with progress.stage("local picture"):
@@ -101,14 +99,13 @@ def run_bisect(
     return Bisection(run=options.run, attribution=result, findings=told, verdict=sentence)
 
 
-def plan_of(options: BisectOptions, num_layers: int, *, block: int = ROUND, confirm_kind: str = "batch") -> Plan:
-    """The forwards that these options ask for, of a model with so many layers. block: replicates that are scored together."""
+def plan_of(options: BisectOptions, num_layers: int, *, confirm_kind: str = "batch") -> Plan:
+    """The forwards that these options ask for, of a model with so many layers."""
     units, num_groups = options.units
     return Plan(
         parts=parts_of(options.regions, by=units, num_layers=num_layers, num_groups=num_groups),
         num_replicates=options.replicates,
         seed=options.seed,
-        round_size=block,
         precision=options.precision,
         interactions=options.interactions,
         confirm=options.confirm,
@@ -134,7 +131,7 @@ def _attribute(
             inputs.trainer,
             inputs.sequences,
             switches,
-            block_replicates=plan.round_size,
+            block_replicates=plan.round_size,  # what an interrupt can lose
             on_forward=bar.advance,
         )
         result = attribute(

@@ -86,8 +86,8 @@ def test_local_prediction_that_is_the_truth_agrees_and_one_that_is_not_disagrees
         local_effects={"rope": truth, "rmsnorm": wrong},
     )
     rope, rmsnorm = result.local["rope"], result.local["rmsnorm"]
-    assert rope.agrees and abs(rope.unexplained_sq.value) < 4 * rope.unexplained_sq.se
-    assert not rmsnorm.agrees and abs(rmsnorm.slope.value) < 4 * rmsnorm.slope.se
+    assert rope.agrees and abs(rope.slope.value - 1) < 4 * rope.slope.se
+    assert not rmsnorm.agrees and abs(rmsnorm.shared.value) < 4 * rmsnorm.shared.se
 
 
 def test_noise_in_the_prediction_lowers_the_slope_unless_its_draws_are_given() -> None:
@@ -99,8 +99,18 @@ def test_noise_in_the_prediction_lowers_the_slope_unless_its_draws_are_given() -
     for given in (draws.mean(axis=0), draws):
         agreement = attribute(world.score, plan, world.sequence_ids, local_effects={"rope": given}).local["rope"]
         slopes[given.ndim] = agreement.slope
+        assert agreement.agrees  # what is shared with the replicates does not depend on noise in the prediction
     assert slopes[1].value < 0.8  # 0.015^2 / (0.015^2 + 0.02^2 / 4)
     assert abs(slopes[2].value - 1) < 4 * slopes[2].se
+
+
+def test_prediction_of_more_than_there_is_disagrees_where_its_draws_are_given() -> None:
+    world = World(parts=PARTS, num_sequences=40)
+    draws = world.field_of("rope", 0.015) + 0.005 * np.random.default_rng(3).standard_normal((4, world.n))
+    result = attribute(
+        world.score, Plan(parts=PARTS, num_replicates=16), world.sequence_ids, local_effects={"rope": draws}
+    )
+    assert not result.local["rope"].agrees
 
 
 def test_part_that_changes_nothing_and_of_which_nothing_is_predicted_agrees() -> None:
