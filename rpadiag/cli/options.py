@@ -160,7 +160,7 @@ def require_stacks(*, vllm: bool) -> None:
     missing = [name for name in ("torch", "transformers", "safetensors") if find_spec(name) is None]
     if missing:
         raise MissingDependencyError(
-            f"the trainer stack needs {', '.join(missing)}, not installed here", hint="pip install 'rpadiag[engines]'"
+            f"the trainer stack needs {', '.join(missing)}, not installed here", hint="pip install 'rpadiag[trainer]'"
         )
     if vllm and find_spec("vllm") is None:
         raise MissingDependencyError(

@@ -18,7 +18,7 @@ SIGNS = {"pass": "pass", "fail": "FAILED", "error": "no answer"}
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories, of one model and prompts.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories, of one model and prompts.")],
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="HTML file to write; replaced if it exists.")
     ] = None,
@@ -57,6 +57,13 @@ def report(
 
     Several runs (a comparison and a bisection) must be of the same tokens and weights. Leaves with 1 when a gate
     fails and with 2 when one cannot be answered.
+
+    \b
+    Examples:
+      rpadiag report runs/compare runs/bisect --html report.html
+      rpadiag report runs/now --gate 'k3_kl<=1e-3' --gate 'first_divergent_site==none'
+      rpadiag report runs/now --policy gates.toml --baseline runs/good --junit gates.xml
+      rpadiag report runs/now --history runs --html report.html
     """
     shared.check_format(output_format)
     files = [path for path in (html, markdown, junit) if path is not None]

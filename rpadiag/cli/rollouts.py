@@ -35,7 +35,7 @@ METRICS = (
 def rollouts(
     context: typer.Context,
     files: Annotated[
-        list[Path], typer.Argument(metavar="FILE...", help=".jsonl or .parquet files, or directories of them.")
+        list[Path], typer.Argument(metavar="FILE", help=".jsonl or .parquet files, or directories of them.")
     ],
     schema: Annotated[
         str | None,
@@ -51,6 +51,11 @@ def rollouts(
 
     A shifted column, another tokenisation, a temperature on one side, a truncated support, stale weights or a stale prefix cache
     is named and never counted as rounding; where the two sides are not comparable the exit code is 2.
+
+    \b
+    Examples:
+      rpadiag rollouts token_exports/step_40 --run runs/step-40
+      rpadiag rollouts train_data_step40.jsonl --schema nemo-rl --format json
     """
     shared.check_format(output_format)
     from rpadiag.workflows.rollouts import RolloutsOptions, run_rollouts

