@@ -19,6 +19,7 @@ from rpadiag.cli.fingerprint import fingerprint
 from rpadiag.cli.report import report
 from rpadiag.cli.rollouts import rollouts
 from rpadiag.errors import EXIT_BUG, EXIT_OK, EXIT_UNANSWERABLE, RpadiagError
+from rpadiag.printable import printable
 
 EXIT_INTERRUPTED = 130  # what shells use for SIGINT
 
@@ -110,11 +111,11 @@ def _expected(error: RpadiagError, *, debug: bool) -> int:
         import traceback
 
         traceback.print_exception(error)
-    print(f"error: {error.message}", file=sys.stderr)
+    print(f"error: {printable(error.message)}", file=sys.stderr)
     if error.detail:
-        print(error.detail, file=sys.stderr)
+        print(printable(error.detail), file=sys.stderr)
     if error.hint:
-        print(f"hint: {error.hint}", file=sys.stderr)
+        print(f"hint: {printable(error.hint)}", file=sys.stderr)
     return error.exit_code
 
 

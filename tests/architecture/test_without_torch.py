@@ -113,3 +113,14 @@ def test_run_is_read_and_reported(without_torch: Path, tmp_path: Path) -> None:
     done = python(without_torch, "-m", "rpadiag", "report", str(tmp_path / "run"), "--html", str(page))
     assert done.returncode == 0, done.stderr
     assert "Identical." in page.read_text(encoding="utf-8")
+
+
+def test_rollouts_are_checked_and_gated(without_torch: Path, tmp_path: Path) -> None:
+    from unit.rollouts.recorded import record, rows, write
+
+    recorded = write(tmp_path / "r.jsonl", rows(record(num_sequences=10), "prime-rl"))
+    done = python(without_torch, "-m", "rpadiag", "rollouts", str(recorded), "--run", str(tmp_path / "run"))
+    assert done.returncode == 0 and "No fault of the data is recognised" in done.stdout, done.stderr
+    gates = ["--gate", "faults==0", "--gate", "k3_kl<=1e-9"]
+    done = python(without_torch, "-m", "rpadiag", "report", str(tmp_path / "run"), *gates)
+    assert done.returncode == 1 and "pass: faults==0" in done.stdout, done.stderr
