@@ -6,7 +6,7 @@ engine's own logprobs the attribution has to find exactly the other one, without
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -39,10 +39,8 @@ def trainer(smollm2: Path) -> Iterator[TrainerEngine]:
 
 
 @pytest.fixture(scope="module")
-def engine(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
-    log = tmp_path_factory.mktemp("bed") / "vllm.log"
-    with VllmEngine.start(smollm2, dtype="bfloat16", log_path=log, max_model_len=64) as started:
-        yield started
+def engine(smollm2: Path, vllm_on: Callable[..., VllmEngine]) -> VllmEngine:
+    return vllm_on(smollm2, max_model_len=64)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ Every mistake is planted in the trainer, in the model's dtype and in FP32 alike,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,8 @@ def model(tiny: Callable[[str], Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
-    log = tmp_path_factory.mktemp("verdicts") / "vllm.log"
-    with VllmEngine.start(model, dtype="bfloat16", log_path=log, max_model_len=128) as started:
-        yield started
+def engine(model: Path, vllm_on: Callable[..., VllmEngine]) -> VllmEngine:
+    return vllm_on(model, max_model_len=128)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -39,12 +39,8 @@ SEQUENCES = [sequence(n, prompt=i) for i, n in enumerate((37, 5, 64, 1))]
 
 
 @pytest.fixture(scope="module")
-def engine(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
-    log = tmp_path_factory.mktemp("vllm") / "vllm.log"
-    with VllmEngine.start(
-        tiny("llama"), dtype="bfloat16", max_model_len=LIMIT + 1, max_num_batched_tokens=48, log_path=log
-    ) as started:
-        yield started
+def engine(tiny: Callable[[str], Path], vllm_on: Callable[..., VllmEngine]) -> VllmEngine:
+    return vllm_on(tiny("llama"), max_model_len=LIMIT + 1, max_num_batched_tokens=48)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,8 @@ Compare = Callable[..., Comparison]
 
 
 @pytest.fixture(scope="module")
-def engine(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
-    log = tmp_path_factory.mktemp("families") / "vllm.log"
-    with VllmEngine.start(tiny("qwen3_moe"), dtype="bfloat16", log_path=log, max_model_len=128) as started:
-        yield started
+def engine(tiny: Callable[[str], Path], vllm_on: Callable[..., VllmEngine]) -> VllmEngine:
+    return vllm_on(tiny("qwen3_moe"), max_model_len=128)
 
 
 @pytest.fixture

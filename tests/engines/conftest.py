@@ -1,0 +1,33 @@
+"""One vLLM process for the tests of a worker: a start takes tens of seconds, another model a second or two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def vllm_on(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    """``vllm_on(model, max_model_len=64)``: the engine in BF16 with that model, reloaded where it has another.
+
+    For module fixtures: the engine belongs to the module that asked last.
+    """
+    from rpadiag.engines.vllm import VllmEngine
+
+    log = tmp_path_factory.mktemp("vllm") / "vllm.log"
+    started: list[VllmEngine] = []
+
+    def on(model: Path, *, max_model_len: int, max_num_batched_tokens: int = 1024) -> VllmEngine:
+        arguments = {"dtype": "bfloat16", "max_num_batched_tokens": max_num_batched_tokens}
+        if not started:
+            started.append(VllmEngine.start(model, max_model_len=max_model_len, log_path=log, **arguments))
+        else:
+            started[0].reload(model=model, max_model_len=max_model_len, hf_overrides={}, **arguments)
+        return started[0]
+
+    yield on
+    for engine in started:
+        engine.close()
