@@ -107,7 +107,7 @@ class Host:
         with self._digesting():
             self._llm = LLM(model=model, **given)
         from rpadiag.engines.config_facts import config_facts
-        from rpadiag.engines.vllm_capture import observable
+        from rpadiag.engines.vllm_points import observable
         from rpadiag.engines.vllm_workers import workers_of
 
         self._workers = workers_of(self._engine, self._delivered)

@@ -22,7 +22,8 @@ from rpadiag import errors
 from rpadiag.engines.base import ModelFacts, TokenSequence
 from rpadiag.engines.bundle import BundleCapture, BundleWriter, SequenceWriter
 from rpadiag.engines.families import Family
-from rpadiag.engines.vllm_capture import CaptureExtension, Recorder, describe
+from rpadiag.engines.vllm_capture import CaptureExtension, Recorder
+from rpadiag.engines.vllm_points import describe
 from rpadiag.errors import CaptureError, NotComparableError, RpadiagError, UsageError
 from rpadiag.runs.manifest import differing_tensors
 from rpadiag.sites import split_site

@@ -38,7 +38,7 @@ class OneWorker:
 
     def describe(self) -> dict[str, Any]:
         """``model_runner``, ``model_class`` and ``compiled`` (whether modules are not called)."""
-        from rpadiag.engines.vllm_capture import describe
+        from rpadiag.engines.vllm_points import describe
 
         return describe(self.runner)
 

@@ -58,7 +58,7 @@ def prepare(options: CaptureOptions, progress: Progress) -> Job:
     from rpadiag.engines import checkpoint
     from rpadiag.engines.config_facts import config_facts
     from rpadiag.engines.families import family_for
-    from rpadiag.engines.vllm_capture import observable
+    from rpadiag.engines.vllm_points import observable
 
     model = resolve_model(options.model, progress)
     config = checkpoint.load_config(model, revision=options.revision, trust_remote_code=options.trust_remote_code)
