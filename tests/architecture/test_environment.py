@@ -62,7 +62,7 @@ def test_lock_covers_every_dependency_that_the_package_declares(environment: Mod
     declared = [*project["dependencies"], *(d for name, e in extras.items() if name != "vllm" for d in e)]
     names = {re.split(r"[<>=!\[ ]", d)[0].lower().replace("_", "-") for d in declared}
     locked = {n.lower().replace("_", "-") for n in environment.locked_names((ROOT / "requirements.lock").read_text())}
-    assert names - locked == set()
+    assert names - locked - {"rpadiag"} == set()  # an extra may name another of its own
 
 
 def test_lock_text_drops_build_tags_and_the_project_itself(environment: ModuleType) -> None:
