@@ -69,7 +69,7 @@ def rollouts(
         _show(result)
     if run is not None:
         hint(f"rpadiag report {run} --html {run}.html")
-    if result.verdict is not None and result.verdict.kind == "not comparable":
+    if result.verdict is not None and result.verdict.kind in ("not comparable", "inconclusive"):
         raise typer.Exit(EXIT_UNANSWERABLE)
 
 

@@ -61,9 +61,7 @@ def jackknife(left_out: Sequence[float]) -> float:
 
 def _attribution(run: Run, baseline: Run, metric: str, factor: float) -> float | None:
     _, region, column = metric.split(".")
-    if column != "systematic_sq":
-        return None
-    a, b = (attribution_row(r, region).get("systematic_sq_se") for r in (run, baseline))
+    a, b = (attribution_row(r, region).get(f"{column}_se") for r in (run, baseline))
     return None if a is None or b is None else STANDARD_ERRORS * math.hypot(a, factor * b)
 
 

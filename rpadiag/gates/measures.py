@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from rpadiag.errors import RpadiagError, unknown_name
 from rpadiag.findings import SEVERITIES
 from rpadiag.runs import Run
+from rpadiag.runs.schema import table_named
 from rpadiag.sites import REGIONS, in_execution_order
 
 if TYPE_CHECKING:
@@ -32,10 +33,9 @@ if TYPE_CHECKING:
 SOURCES = ("all", "prefill", "decode")
 SITE_METRICS = ("local_differing", "max_local_differing", "differing", "fp32_local_rel_l2")
 FLOOR_METRICS = ("mean_abs_d", "max_abs_d", "k3_kl", "exact_share")
-ATTRIBUTION_DESIGNS = {"all": "all", "self": "self"}  # region of a row -> its design; other regions: each
-ATTRIBUTION_COLUMNS = (
-    "systematic_sq", "systematic_sq_se", "systematic_rms", "chaotic_rms", "mean_abs_d", "local_differing", "detectable",
-)  # fmt: skip
+ATTRIBUTION_DESIGNS = {"all": ("all",), "self": ("self",)}  # region of a row -> its designs
+PART_DESIGNS = ("each", "main")  # of every other region, the first that the run has
+ATTRIBUTION_COLUMNS = tuple(c.name for c in table_named("attribution").columns if c.type in ("float64", "bool"))
 TEXTS = ("verdict", "first_divergent_site")
 NO_SITE = "none"
 
@@ -159,11 +159,11 @@ def _floor(run: Run, metric: str, parts: list[str]) -> float:
 
 def attribution_row(run: Run, region: str) -> dict[str, Any]:
     """The row of one region of a bisection."""
-    design = ATTRIBUTION_DESIGNS.get(region, "each")
     rows: list[dict[str, Any]] = run.table("attribution").to_pylist()
-    for row in rows:
-        if row["region"] == region and row["design"] == design:
-            return row
+    for design in ATTRIBUTION_DESIGNS.get(region, PART_DESIGNS):
+        for row in rows:
+            if row["region"] == region and row["design"] == design:
+                return row
     have = ", ".join(dict.fromkeys(str(r["region"]) for r in rows)) or "none"
     raise NotMeasured(f"run {run.path} has no attribution of {region}; its regions: {have}")
 

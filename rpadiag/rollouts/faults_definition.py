@@ -9,7 +9,7 @@ from rpadiag.findings import Finding
 from rpadiag.rollouts.fault import MIN_SEQUENCES, fault
 from rpadiag.rollouts.observed import Observed
 
-MIN_CERTAIN = 80  # tokens for a temperature
+MIN_CERTAIN = 30  # tokens for a temperature
 SLOPE = 0.04  # |log| of the slope that is a temperature
 LEAST_CORRELATION = 0.8
 ONE_SIDED = 0.9  # of the certain tokens that differ, in one direction
@@ -54,15 +54,15 @@ def _temperature(seen: Observed) -> Finding | None:
     certain, _, unlikely = seen.bins
     sign = -1 if slope > 1 else 1  # of q - p at certain tokens
     agreeing = certain.above if sign > 0 else certain.below
-    if agreeing < ONE_SIDED * (certain.above + certain.below):
+    if agreeing < ONE_SIDED * (certain.above + certain.below) or sign * certain.deviations < DEVIATIONS:
         return None
     if unlikely.n >= MIN_BIN and sign * unlikely.deviations > DEVIATIONS / 2:
         return None  # higher everywhere: renormalised, not sharpened
     ratio = 1 / slope  # T of the trainer over T of the rollout
     return fault(
         "temperature",
-        f"Temperature on one side: T(trainer) / T(rollout) is about {ratio:.2f}, solved from {seen.certain.n} near-certain tokens (correlation {correlation:.3f}; good to about "
-        f"5 %). Either the trainer divides its logits by {ratio:.2f} and the rollout's log-probabilities are raw, or the rollout divides by {1 / ratio:.2f} and the trainer does not.",
+        f"Temperature on one side: T(trainer) / T(rollout) is about {ratio:.2f}, solved from {seen.certain.n} near-certain tokens (correlation {correlation:.3f}; good to "
+        f"some 5 %). Either the trainer divides its logits by {ratio:.2f} and the rollout's log-probabilities are raw, or the rollout divides by {1 / ratio:.2f} and the trainer does not.",
         ratio=ratio,
         correlation=correlation,
         num_tokens=seen.certain.n,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rpadiag.runs import RunWriter
 
 MAX_OUTLIERS_NAMED = 5
+BEYOND_ROUNDING = 0.25  # nats, mean |d|; rounding to BF16 was seen to make 0.02 to 0.12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,9 +166,11 @@ def _conclude(files: RolloutFiles, seen: _Seen, run: Path | None) -> RolloutsRes
     findings = list(faults)
     if verdict is None or verdict.kind != "not comparable":
         metrics = metrics_of(seen.sums)
-        findings += _statements(metrics, faulty=bool(faults))
+        findings += _statements(metrics, faulty=bool(faults) or metrics["mean_abs_d"] > BEYOND_ROUNDING)
         if verdict is None and metrics["max_abs_d"] == 0:
             verdict = _identical(metrics)
+        if verdict is None and metrics["mean_abs_d"] > BEYOND_ROUNDING:
+            verdict = _unexplained(metrics)
     return RolloutsResult(
         schema=files.schema.name,
         num_sequences=seen.observed.num_sequences,
@@ -199,6 +202,14 @@ def _identical(metrics: Mapping[str, Any]) -> Verdict:
         kind="identical",
         sentence=f"Identical: all {metrics['num_tokens']} log-probabilities agree to the last bit. Make sure that one column is not a copy of the other, "
         "as verl's bypass mode makes it.",
+    )
+
+
+def _unexplained(metrics: Mapping[str, Any]) -> Verdict:
+    return Verdict(
+        kind="inconclusive",
+        sentence=f"No answer: mean |d| of {metrics['mean_abs_d']:.3g} nats (n = {metrics['num_tokens']}) is more than rounding makes, and no fault that rpadiag knows explains it. "
+        "Compare the stacks on the same tokens with rpadiag compare before trusting these numbers.",
     )
 
 

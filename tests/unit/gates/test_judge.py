@@ -165,11 +165,13 @@ def test_growth_of_a_number_without_an_error_has_no_answer(tmp_path: Path, run: 
 
 
 def test_attribution_difference_uses_the_standard_errors_of_both(tmp_path: Path) -> None:
-    a, b = write_bisect(tmp_path / "a"), write_bisect(tmp_path / "b")
-    margin = margin_of(open_run(a), open_run(b), "attribution.rope.systematic_sq", 1.0)
-    assert margin == pytest.approx(2 * np.hypot(1e-5, 1e-5))
-    assert one("attribution.rope.systematic_sq<=baseline-3e-5", a, baseline=b).status == "fail"
-    assert one("attribution.rope.systematic_sq<=baseline-2e-5", a, baseline=b).status == "pass"
+    a, b = open_run(write_bisect(tmp_path / "a")), open_run(write_bisect(tmp_path / "b"))
+    error = measure(a, "attribution.rope.systematic_sq_se")
+    assert isinstance(error, float)
+    margin = margin_of(a, b, "attribution.rope.systematic_sq", 1.0)
+    assert margin == pytest.approx(2 * np.sqrt(2) * error)
+    for offset, status in ((1.1 * margin, "fail"), (0.9 * margin, "pass")):
+        assert one(f"attribution.rope.systematic_sq<=baseline-{offset:.3e}", a.path, baseline=b.path).status == status
 
 
 def test_jackknife_of_a_mean_is_its_standard_error() -> None:

@@ -222,3 +222,19 @@ def test_log_probabilities_of_another_distribution_than_was_sampled(tmp_path: Pa
         recorded.q[i] = np.where(recorded.q[i] < -2, recorded.q[i] - np.float32(0.5), recorded.q[i])
     result = result_of(tmp_path, recorded)
     assert result.faults and KINDS[result.faults[0]] == "definition"
+
+
+def test_more_than_rounding_makes_is_no_answer_where_nothing_explains_it(tmp_path: Path) -> None:
+    result = result_of(tmp_path, record(noise=1.0, num_sequences=6))
+    assert result.verdict is not None and result.verdict.kind in (
+        "inconclusive",
+        "not comparable",
+        "different computation",
+    )
+    assert "No fault" not in text_of(result)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.5])
+def test_far_temperature_is_named_although_few_tokens_are_certain(temperature: float, tmp_path: Path) -> None:
+    result = result_of(tmp_path, record(t_trainer=temperature, t_sampling=temperature))
+    assert result.faults == ("temperature",)
