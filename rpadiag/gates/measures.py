@@ -1,7 +1,7 @@
 """The metrics that a gate may name, and their values in a run.
 
 =================================== =======================================================================================
-``k3_kl`` and every other number    over all tokens; ``prefill.k3_kl`` and ``decode.k3_kl`` over the tokens of one source
+``k3_kl`` and every other number    over all tokens; ``prefill.``, ``decode.`` and ``rescored.k3_kl`` over those of one source
 ``verdict``                         the kind of the verdict, such as ``rounding only``
 ``first_divergent_site``            first site in execution order with an element that differs, or ``none``
 ``local_differing.REGION``          share of elements the region makes differ when fed the same input, all its sites pooled
@@ -30,7 +30,7 @@ from rpadiag.sites import REGIONS, in_execution_order
 if TYPE_CHECKING:
     import pyarrow as pa
 
-SOURCES = ("all", "prefill", "decode")
+SOURCES = ("all", "prefill", "decode", "rescored")
 SITE_METRICS = ("local_differing", "max_local_differing", "differing", "fp32_local_rel_l2")
 FLOOR_METRICS = ("mean_abs_d", "max_abs_d", "k3_kl", "exact_share")
 ATTRIBUTION_DESIGNS = {"all": ("all",), "self": ("self",)}  # region of a row -> its designs
@@ -68,6 +68,7 @@ def known_metrics() -> list[str]:
         *metric_names(),
         "prefill.METRIC",
         "decode.METRIC",
+        "rescored.METRIC",
         *(f"{m}.REGION" for m in SITE_METRICS),
         "floors.NAME.METRIC",
         "attribution.REGION.COLUMN",

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from unit.reports.written_runs import write_bisect, write_compare
 
+from rpadiag.findings import GateResult, Judgement
 from rpadiag.reports.html import write_report
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -66,7 +67,10 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
     root = tmp_path_factory.mktemp("report")
     runs = [write_compare(root / "compare", prompt_text=SCRIPT, odd_word=f" {SCRIPT}"), write_bisect(root / "bisect")]
-    file = write_report(runs, root / "report.html")
+    nights = [write_compare(root / "nights" / f"n{i}", num_layers=1, num_prompts=2, spread=1 + i / 4) for i in range(3)]
+    failed = GateResult(name=SCRIPT, gate="k3_kl<=1e-9", status="fail", text=f"k3_kl is 1 {SCRIPT}", run="runs/now")
+    judgement = Judgement(gates=(failed,), baselines=(SCRIPT,))
+    file = write_report(runs, root / "report.html", judgement=judgement, history=nights)
     options = webdriver.ChromeOptions()
     options.binary_location = str(CHROMIUM)
     for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
@@ -85,7 +89,7 @@ def test_every_plot_is_drawn_and_the_console_stays_silent(page: Page) -> None:
         "return [...document.querySelectorAll('.plot')].map(e => [e.id, e.querySelectorAll('svg.main-svg').length,"
         " e.querySelectorAll('.trace, .heatmaplayer image, .barlayer path').length])"
     )
-    assert len(state) == 8
+    assert len(state) == 9
     assert all(svgs >= 1 and marks >= 1 for _, svgs, marks in state), state
     assert page.driver.get_log("browser") == []
 
@@ -161,3 +165,15 @@ def test_headings_are_in_order_and_every_control_has_a_name(page: Page) -> None:
     assert page.run(
         "return [...document.querySelectorAll('[id]')].length === new Set([...document.querySelectorAll('[id]')].map(e => e.id)).size"
     )
+
+
+def test_history_shows_another_metric_when_asked(page: Page) -> None:
+    page.emulate()
+    figure = "history0"
+    drawn = f"return document.querySelectorAll('#{figure} .scatterlayer .trace .point').length"
+    assert page.run(drawn) == 4  # the comparison itself and three nights
+    title = f"return document.querySelector('#{figure} .ytitle').textContent"
+    assert page.run(title) == "mean |d|, nats"
+    page.run(f"document.querySelector('fieldset[data-figure={figure}] input[value=\"1\"]').click()")
+    page.wait(f"{title} === 'k3 KL, nats'")
+    assert "k3 KL: " in page.run(f"return document.getElementById('{figure}-note').textContent")

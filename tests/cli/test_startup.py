@@ -38,6 +38,7 @@ def test_command_line_starts_without_heavy_packages(statement: str) -> None:
         "rpadiag.errors", "rpadiag.sites", "rpadiag.findings", "rpadiag.contracts", "rpadiag.prompts",
         "rpadiag.runs", "rpadiag.reports", "rpadiag.reports.html", "rpadiag.workflows.options",
         "rpadiag.workflows.doctor", "rpadiag.workflows.smollm2", "rpadiag.workflows.demo",
+        "rpadiag.gates", "rpadiag.rollouts.faults", "rpadiag.workflows.rollouts", "rpadiag.reports.junit", "rpadiag.reports.trend",
     ],
 )  # fmt: skip
 def test_module_that_reads_runs_imports_no_engine(module: str) -> None:
