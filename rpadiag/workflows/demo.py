@@ -15,7 +15,7 @@ NUM_FINDINGS = 3
 # A first look within minutes on two CPU cores; an answer wants some thousand tokens and 32 replicates.
 MAX_TOKENS = 24
 NUM_GENERATED = 4
-REPLICATES = 8
+REPLICATES = 24
 
 
 @dataclass(frozen=True, kw_only=True)
