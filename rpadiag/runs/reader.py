@@ -91,7 +91,10 @@ class Run:
         return table_named(table).name in self.manifest["tables"]
 
     def table(self, name: str, columns: Sequence[str] | None = None) -> pa.Table:
-        """A table as Arrow; one that the command did not write is empty, with its columns."""
+        """A table as Arrow; one that the command did not write is empty, with its columns.
+
+        Nullable columns that an earlier version of this format did not have yet are null.
+        """
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -101,7 +104,9 @@ class Run:
             return empty.select(list(columns)) if columns is not None else empty
         path = self.path / table.file
         try:
-            found = pq.read_table(path, columns=None if columns is None else list(columns))
+            present = pq.read_schema(path).names
+            names = table.column_names if columns is None else columns
+            found = pq.read_table(path, columns=[n for n in names if n in present])
         except (OSError, pa.ArrowInvalid) as error:
             raise InputError(f"cannot read {path}", detail=str(error), hint=_DAMAGED) from error
         if found.num_rows != self.manifest["tables"][name]:
@@ -110,6 +115,7 @@ class Run:
                 detail=f"the manifest says {self.manifest['tables'][name]}",
                 hint="the run was changed after it was written; make it again",
             )
+        found = _with_nulls(table, found, names)
         _check_columns(path, table, found, columns)
         return found
 
@@ -131,6 +137,18 @@ class Run:
 
     def attribution(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
         return self.frame("attribution", columns)
+
+
+def _with_nulls(table: Table, found: pa.Table, names: Sequence[str]) -> pa.Table:
+    """The table in the order of ``names``, with nulls for the nullable ones it lacks: adding one does not raise the format version."""
+    import pyarrow as pa
+
+    types = table.arrow()
+    nullable = {c.name for c in table.columns if c.nullable}
+    for name in names:
+        if name not in found.column_names and name in nullable:
+            found = found.append_column(types.field(name), pa.nulls(found.num_rows, types.field(name).type))
+    return found.select([n for n in names if n in found.column_names])
 
 
 def _check_columns(path: Path, table: Table, found: pa.Table, columns: Sequence[str] | None) -> None:

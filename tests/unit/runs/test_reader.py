@@ -11,6 +11,7 @@ import pytest
 
 from rpadiag.errors import InputError, NotComparableError
 from rpadiag.runs import Run, RunWriter, check_same_inputs, open_run
+from rpadiag.runs.schema import TABLES
 
 MakeRun = Callable[..., Run]
 
@@ -182,3 +183,18 @@ def test_what_cannot_be_checked_is_returned_in_words(make_run: MakeRun) -> None:
     assert check_same_inputs(a, b) == (f"rollout weights: {b.path} records no digest",)
     c, d = make_run("c", inputs([1])), make_run("d", inputs([1]))
     assert check_same_inputs(c, d) == ("weights: neither run records a digest",)
+
+
+def test_nullable_column_that_an_earlier_version_did_not_write_is_null(make_run: MakeRun) -> None:
+    import pyarrow.parquet as pq
+
+    run = make_run()
+    path = run.path / "tokens.parquet"
+    pq.write_table(pq.read_table(path).drop_columns(["p_entropy"]), path)
+    tokens = run.tokens()
+    assert list(tokens.columns) == list(TABLES["tokens"].column_names)
+    assert tokens["p_entropy"].isna().all() and tokens["p"].notna().all()
+    assert run.tokens(["p_entropy"])["p_entropy"].isna().all()
+    pq.write_table(pq.read_table(path).drop_columns(["position"]), path)
+    with pytest.raises(InputError, match="column position is absent"):
+        run.tokens()
