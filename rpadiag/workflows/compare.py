@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ from rpadiag.workflows.inputs import Inputs, check_model, load_inputs
 from rpadiag.workflows.options import DEFAULT_CONTRACT, CompareOptions
 from rpadiag.workflows.progress import SILENT, Progress
 from rpadiag.workflows.rollout import Rollout, start_rollout, visible_sites
+from rpadiag.workflows.scored import Scored
 
 if TYPE_CHECKING:
     from rpadiag.engines.base import TokenSequence
@@ -51,35 +52,6 @@ class Comparison:
     verdict: Verdict
     metrics: Mapping[str, Any]
     floors: Sequence[Mapping[str, Any]]
-
-
-@dataclass(kw_only=True)
-class Scored:
-    """Scores of every sequence on both stacks, as :class:`rpadiag.engines.base.TokenScores`; a few numbers per token.
-
-    Of sampled tokens ``rollout`` has what they were sampled with, ``decoded`` the same decoded alone, ``rescored`` as prompts.
-    """
-
-    sequences: list[TokenSequence]
-    trainer: list[Any]
-    rollout: list[Any]
-    decoded: list[Any] = field(default_factory=list)
-    rescored: list[Any] = field(default_factory=list)
-
-    def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """p, q, sequence index and decode flag of every scored token."""
-        p = np.concatenate([s.logprob for s in self.trainer])
-        q = np.concatenate([s.logprob for s in self.rollout])
-        ids = np.concatenate([np.full(len(s.logprob), i) for i, s in enumerate(self.trainer)])
-        decode = np.concatenate([np.arange(1, len(t.token_ids)) >= t.num_prompt_tokens for t in self.sequences])
-        return p, q, ids, decode
-
-    def argmaxes(self) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Most likely token of the trainer and of the rollout, for every scored token; None where one is not known."""
-        ours, theirs = ([s.argmax for s in stack] for stack in (self.trainer, self.rollout))
-        if any(a is None for a in (*ours, *theirs)):
-            return None, None
-        return np.concatenate(ours), np.concatenate(theirs)
 
 
 def run_compare(
@@ -128,16 +100,7 @@ def run_compare(
             inputs.trainer, sites=chosen, precision="model", experts_per_token=inputs.facts.experts_per_token
         )
         scored = _compare_all(options, inputs, rollout, pairing, run, progress)
-        floors = measure_floors(
-            inputs,
-            rollout,
-            scored.sequences,
-            scored.trainer,
-            scored.rollout,
-            progress,
-            decoded=scored.decoded,
-            rescored=scored.rescored,
-        )
+        floors = measure_floors(inputs, rollout, scored, progress)
         control = fp32_control(
             options,
             inputs,
@@ -153,14 +116,7 @@ def run_compare(
             control={"precision": "fp32", "reason": control.reason, "num_tokens": control.num_tokens},
         )
         return conclude(
-            run,
-            scored,
-            pairing,
-            control,
-            dtype=inputs.dtype,
-            label=rollout.label,
-            floors=floors,
-            causes=causes,
+            run, scored, pairing, control, dtype=inputs.dtype, label=rollout.label, floors=floors, causes=causes
         )
 
 

@@ -26,10 +26,11 @@ from rpadiag.runs import RunWriter, create_run
 from rpadiag.runs.manifest import differing_tensors
 from rpadiag.sites import inputs_of, split_site
 from rpadiag.workflows.bundle_pair import BundlePair, common_sites, digests_of, open_control, open_pair
-from rpadiag.workflows.compare import Comparison, Scored, conclude, stop_incomparable, weights_differ
+from rpadiag.workflows.compare import Comparison, conclude, stop_incomparable, weights_differ
 from rpadiag.workflows.compare_rows import prompt_row, token_columns
 from rpadiag.workflows.options import BundlesOptions
 from rpadiag.workflows.progress import SILENT, Progress
+from rpadiag.workflows.scored import Scored
 
 if TYPE_CHECKING:
     from rpadiag.engines.trainer import TrainerEngine

@@ -15,30 +15,19 @@ from rpadiag.compare.metrics import logprob_metrics
 from rpadiag.workflows.inputs import Inputs
 from rpadiag.workflows.progress import Progress
 from rpadiag.workflows.rollout import Rollout
+from rpadiag.workflows.scored import Scored
 
 if TYPE_CHECKING:
-    from rpadiag.engines.base import TokenScores, TokenSequence
+    from rpadiag.engines.base import TokenSequence
 
 FLOOR_TOKENS = 2048  # enough for a mean to a few per cent; a floor is a level, not a test
 Logprobs = npt.NDArray[np.float32]
 MIN_SEQUENCES = 2  # one sequence has nothing to be batched with
 
 
-def measure_floors(
-    inputs: Inputs,
-    rollout: Rollout,
-    sequences: Sequence[TokenSequence],
-    trainer_scores: Sequence[TokenScores],
-    rollout_scores: Sequence[TokenScores],
-    progress: Progress,
-    *,
-    decoded: Sequence[TokenScores] = (),
-    rescored: Sequence[TokenScores] = (),
-) -> list[dict[str, Any]]:
-    """Rows of metrics.json's ``floors``: each stack alone against in a batch, and the rollout's decoding against its prefill.
-
-    decoded, rescored: of sampled tokens, decoded one sequence at a time and scored as prompts.
-    """
+def measure_floors(inputs: Inputs, rollout: Rollout, scored: Scored, progress: Progress) -> list[dict[str, Any]]:
+    """Rows of metrics.json's ``floors``: each stack alone against in a batch, and the rollout's decoding against its prefill."""
+    sequences, trainer_scores, rollout_scores = scored.sequences, scored.trainer, scored.rollout
     used = within_budget(sequences, FLOOR_TOKENS)
     out: list[dict[str, Any]] = []
     with progress.stage("noise floors", total=3) as bar:
@@ -48,18 +37,18 @@ def measure_floors(
             text = "alone against in a padded batch"
             out.append(_floor("trainer_padded", "trainer", text, alone, [s.logprob for s in padded]))
         bar.advance()
-        scored = [i for i in used if sequences[i].num_prompt_tokens > 1]
-        if len(scored) >= MIN_SEQUENCES:
-            prompts = [_prompt_only(sequences[i]) for i in scored]
+        prompted = [i for i in used if sequences[i].num_prompt_tokens > 1]
+        if len(prompted) >= MIN_SEQUENCES:
+            prompts = [_prompt_only(sequences[i]) for i in prompted]
             together = rollout.engine.score(prompts, sites=(), bundle_dir=None, together=True)
-            heads = [rollout_scores[i].logprob[: sequences[i].num_prompt_tokens - 1] for i in scored]
+            heads = [rollout_scores[i].logprob[: sequences[i].num_prompt_tokens - 1] for i in prompted]
             batched = [r.scores.logprob for r in together]
             out.append(_floor("rollout_batched", "rollout", "alone against in a batch", heads, batched))
         bar.advance()
         generated = [i for i in range(len(sequences)) if len(sequences[i].token_ids) > sequences[i].num_prompt_tokens]
         for name, text, others in (
-            ("rollout_decode_batched", "sampled in a batch against decoded alone", decoded),
-            ("rollout_rescored", "sampled against rescored as a prompt", rescored),
+            ("rollout_decode_batched", "sampled in a batch against decoded alone", scored.decoded),
+            ("rollout_rescored", "sampled against rescored as a prompt", scored.rescored),
         ):
             if generated and others:
                 starts = [sequences[i].num_prompt_tokens - 1 for i in generated]
