@@ -53,7 +53,7 @@ def stack_of(log: Sequence[str], path: Path) -> str | None:
     starts = [i for i, line in enumerate(log) if line.rstrip().endswith(f"{_STACK}:")]
     if not starts:
         return None
-    frames = [line for line in log[starts[-1] + 1 :] if line.lstrip().startswith("File ")]
+    frames = [x for x in log[starts[-1] + 1 :] if x.lstrip().startswith("File ") and "<frozen importlib" not in x]
     return "\n".join([f"it was here, innermost call first (from {path}):", *frames[:STACK_LINES]])
 
 

@@ -333,7 +333,10 @@ def _label(meta: Mapping[str, Any]) -> str:
         return f"emulated {meta.get('preset', '')}".strip()
     versions = meta.get("versions", {})
     version = meta.get("vllm_version") or (versions.get(name, "") if isinstance(versions, Mapping) else "")
-    aligned = f" aligned in {', '.join(meta['aligned'])}" if meta.get("aligned") else ""
+    regions = meta.get("aligned") or ()
+    if isinstance(regions, Mapping):  # rpadiag capture also says what they follow
+        regions = regions.get("regions", ())
+    aligned = f" aligned in {', '.join(regions)}" if regions else ""
     return f"{name} {version}".strip() + aligned
 
 

@@ -242,6 +242,22 @@ def test_a_site_that_one_bundle_lacks_is_named_and_one_that_is_asked_for_is_an_e
     assert "site layers.0.attn is only in the rollout bundle" in capsys.readouterr().err
 
 
+def test_a_bundle_of_an_aligned_trainer_is_fingerprinted_and_compared_like_it(
+    tiny: Callable[[str], Path], prompts: Path, bundles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    aligned = str(tmp_path / "trainer")
+    arguments = ["--engine", "trainer", "--align", "all", "--contract", "vllm-compiled", "--bundle", aligned]
+    assert run(["capture", str(tiny("llama")), str(prompts), *arguments]) == 0
+    assert run(["fingerprint", aligned, "--regions", "rope", "--output", str(tmp_path / "f.json")]) == 0
+    assert "aligned in rope, swiglu, rmsnorm: rope: " in capsys.readouterr().out
+    pair = ["--trainer", aligned, "--rollout", str(bundles / "rollout"), "--run", str(tmp_path / "run")]
+    assert run(["compare", str(tiny("llama")), *pair]) == 0
+    assert capsys.readouterr().out.startswith("Identical: ")
+    # MODEL is aligned as the bundle says: its operations, too, make nothing
+    local = open_run(tmp_path / "run").sites()["local_num_differing"].dropna()
+    assert len(local) and (local == 0).all()
+
+
 # -- disk and interruption -------------------------------------------------------------------------
 
 
