@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rpadiag.attribution.attribute import Attribution
-from rpadiag.attribution.checks import ENOUGH_SPREAD
+from rpadiag.attribution.checks import CONTROL_P, ENOUGH_SPREAD
 from rpadiag.attribution.design import CONFIRMING
 from rpadiag.attribution.resample import FEW_SEQUENCES, Measured
 from rpadiag.findings import Finding
@@ -103,10 +103,15 @@ def _noise(result: Attribution) -> Finding:
         if holds
         else f"The noise itself shifts logprobs: perturbed against unperturbed, {shown} nats. Read mean shifts with that in mind, and confirm with --confirm."
     )
+    off = Measured(value=ratio.spread_ratio.value - 1, se=ratio.spread_ratio.se, dof=ratio.spread_ratio.dof)
+    if off.p_two_sided > CONTROL_P:
+        where = "from the mean of the replicates as one draw among them would"
+    else:
+        where = f"{'closer to' if off.value < 0 else 'further from'} the mean of the replicates than one draw among them would"
     return Finding(
         code="noise-check",
         severity="info" if holds else "warning",
-        text=f"{text} The unperturbed forward lies from the mean of the replicates as one draw among them would (ratio of mean squares "
+        text=f"{text} The unperturbed forward lies {where} (ratio of mean squares "
         f"{pm(ratio.spread_ratio.value, ratio.spread_ratio.se)}, 1 expected).",
         numbers={f"mean_shift_{c.variant}": c.mean_shift.value for c in result.noise}
         | {f"mean_shift_{c.variant}_se": c.mean_shift.se for c in result.noise}
