@@ -12,10 +12,10 @@ from rpadiag.workflows.options import BisectOptions, CompareOptions
 from rpadiag.workflows.progress import SILENT, Progress
 
 NUM_FINDINGS = 3
-# A first look within minutes on two CPU cores; an answer wants some thousand tokens and 32 replicates.
+# Minutes on two CPU cores, and error bars that separate the strongest regions; a closer answer wants some thousand tokens.
 MAX_TOKENS = 24
 NUM_GENERATED = 4
-REPLICATES = 24
+REPLICATES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
