@@ -78,7 +78,7 @@ class Host:
         self._connection = connection
         self._alive = 0.0
         self._llm: Any = None
-        self._workers: Any = None  # OneWorker or ManyWorkers
+        self._found: Any = None  # OneWorker or ManyWorkers
         self._device = "cpu"
         self._delivered: dict[str, str] = {}
 
@@ -111,7 +111,7 @@ class Host:
         from rpadiag.engines.vllm_points import observable
         from rpadiag.engines.vllm_workers import workers_of
 
-        self._workers = workers_of(self._engine, self._delivered)
+        self._found = workers_of(self._engine, self._delivered)
         try:
             self._workers.check_complete(model)
         except InputError:
@@ -307,6 +307,11 @@ class Host:
             raise EngineError("no model is loaded in the vLLM process", hint="reload one; the last reload failed")
         return self._llm.llm_engine
 
+    @property
+    def _workers(self) -> Any:
+        _ = self._engine  # raises where none is loaded
+        return self._found
+
     def _unload(self) -> None:
         if self._llm is None:
             return
@@ -315,7 +320,7 @@ class Host:
         # Some models stay in reference cycles of vLLM's own: left to them, the end of an engine that is collected later would
         # take the process groups of the next one with it.
         self._llm.llm_engine.engine_core.shutdown()
-        self._llm = self._workers = None
+        self._llm = self._found = None
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
