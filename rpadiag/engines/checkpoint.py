@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rpadiag.engines.bundle_files import read_header
 from rpadiag.engines.families import family_for
 from rpadiag.errors import InputError, RpadiagError, unknown_name
 
@@ -22,7 +23,6 @@ CONFIG = "config.json"
 SOURCES = "give a directory with config.json and safetensors files, or a hub id that can be reached from here"
 DOWNLOAD_AGAIN = "download the checkpoint again"
 HUB_TIMEOUT_S = 5.0
-MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 
 
 def resolve_dtype(name: str, config: Any) -> torch.dtype:
@@ -137,12 +137,8 @@ def check_shard(path: Path) -> None:
     """Raise InputError unless a safetensors file's size is the one its header promises."""
     size = path.stat().st_size
     try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > min(MAX_HEADER_BYTES, size - 8):
-                raise ValueError(f"its header claims {length} bytes")
-            header = json.loads(file.read(length))
-        promised = 8 + length + max((t["data_offsets"][1] for n, t in header.items() if n != "__metadata__"), default=0)
+        header, start = read_header(path)
+        promised = start + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise InputError(
             f"half a model: {path} is not a whole safetensors file",
