@@ -57,11 +57,11 @@ def test_no_command_shows_the_help_and_is_a_usage_error(capsys: pytest.CaptureFi
     ("arguments", "says"),
     [
         (["compar"], "no such command 'compar'"),
-        (["compare"], "missing argument 'MODEL'"),
+        (["bisect"], "missing argument 'MODEL'"),
         (["compare", "m", "p.txt"], "missing option '--run'"),
         (["compare", "m", "p.txt", "--run", "r", "--seed", "x"], "invalid value for '--seed'"),
         (["compare", "m", "p.txt", "--run", "r", "--nope"], "no such option: --nope"),
-        (["report", "--html", "x.html"], "missing argument 'RUN...'"),
+        (["report", "--html", "x.html"], "missing argument 'RUN'"),
     ],
 )
 def test_usage_error_of_the_parser_leaves_with_two(
@@ -84,8 +84,8 @@ def test_usage_error_of_the_parser_leaves_with_two(
         (["--control", "fp64"], "unknown control: fp64"),
         (["--attention", "sdpaa"], "unknown attention: sdpaa"),
         (["--format", "yaml"], "unknown format: yaml"),
-        (["--contract", "fp32"], "unknown contract preset: fp32"),
-        (["--contract", "none.json"], "cannot read the contract file none.json"),
+        (["--align", "all", "--contract", "fp32"], "unknown contract preset: fp32"),
+        (["--align", "all", "--contract", "none.json"], "cannot read the contract file none.json"),
         (["--rollout", "emulated", "--emulate", "vllm"], "unknown contract preset: vllm"),
         (["--max-tokens", "1"], "--max-tokens must be at least 2, not 1"),
         (["--generate", "-1"], "--generate must be at least 0, not -1"),
