@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import SHARED, children
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +25,9 @@ def vllm_on(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., 
     def on(model: Path, *, max_model_len: int, max_num_batched_tokens: int = 1024) -> VllmEngine:
         arguments = {"dtype": "bfloat16", "max_num_batched_tokens": max_num_batched_tokens}
         if not started:
+            before = children(os.getpid())
             started.append(VllmEngine.start(model, max_model_len=max_model_len, log_path=log, **arguments))
+            SHARED.update(set(children(os.getpid())) - set(before))
         else:
             started[0].reload(model=model, max_model_len=max_model_len, hf_overrides={}, **arguments)
         return started[0]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import children
 
 from rpadiag.cli.app import run
 from rpadiag.engines.bundle import open_bundle
@@ -19,10 +20,6 @@ from rpadiag.sites import split_site
 
 NUM_PROMPTS = 40
 TEXT = "Rounding once at the end is not the same as rounding after every step"
-
-
-def children(pid: int) -> list[int]:
-    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.mark.vllm

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import children
 from tiny import planted_copy, token_ids
 
 from rpadiag.engines.base import TokenSequence
@@ -30,10 +31,6 @@ try:
 except EngineError as error:
     print(error)
 """
-
-
-def children(pid: int) -> list[int]:
-    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def alive(pid: int) -> bool:

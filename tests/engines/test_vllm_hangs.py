@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import children
 from tiny import token_ids
 
 from rpadiag.engines.base import TokenSequence
@@ -27,10 +28,6 @@ try:
 except EngineError as error:
     print(error)
 """
-
-
-def children(pid: int) -> list[int]:
-    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.mark.vllm

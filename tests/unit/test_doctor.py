@@ -9,9 +9,9 @@ from rpadiag.workflows import doctor
 
 
 def test_compiled_sites_are_those_that_the_engine_can_capture() -> None:
-    from rpadiag.engines import vllm_capture
+    from rpadiag.engines import vllm_points
 
-    assert doctor.COMPILED_POINTS == vllm_capture.COMPILED_POINTS
+    assert doctor.COMPILED_POINTS == vllm_points.COMPILED_POINTS
 
 
 def test_versions_are_the_installed_ones() -> None:
