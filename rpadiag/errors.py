@@ -8,7 +8,7 @@ that escapes is a bug in rpadiag and leaves with 3.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 EXIT_OK = 0
 EXIT_GATE_FAILED = 1
@@ -40,6 +40,10 @@ class RpadiagError(Exception):
             lines.append(f"hint: {self.hint}")
         return "\n".join(lines)
 
+    def to_plain(self) -> list[str | None]:
+        """Class name, message, detail and hint: plain values, for another process."""
+        return [type(self).__name__, self.message, self.detail, self.hint]
+
 
 class UsageError(RpadiagError):
     """An argument that means nothing here: an unknown name, a value out of range."""
@@ -63,6 +67,13 @@ class CaptureError(RpadiagError):
 
 class EngineError(RpadiagError):
     """An engine failed to start or died while running."""
+
+
+def from_plain(plain: Sequence[str | None], *, place: str = "") -> RpadiagError:
+    """The error that :meth:`RpadiagError.to_plain` took apart; ``place`` goes before its message."""
+    kind, message, detail, hint = plain
+    error: RpadiagError = globals()[str(kind)](f"{place}{message}", detail=detail, hint=hint)
+    return error
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:

@@ -16,10 +16,9 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from rpadiag.engines.bundle_files import SAFETENSORS, Key, read_keys
-from rpadiag.engines.bundle_writer import FORMAT, VERSION, disk_errors, write_json
+from rpadiag.engines.bundle_writer import BUNDLE, FORMAT, VERSION, disk_errors, write_bundle_json
 from rpadiag.errors import InputError
 
-BUNDLE = "bundle.json"
 FINISHED = "finished.jsonl"
 SCRATCH = "scratch"
 LOG = "vllm.log"  # the engine's, left where it failed
@@ -112,10 +111,7 @@ class BundleCollection:
         (self.path / FINISHED).unlink(missing_ok=True)
 
     def _save(self, status: str) -> None:
-        sequences = [self.entries[i] for i in sorted(self.entries)] if status == "complete" else []
-        content = {"format": FORMAT, "version": VERSION, "status": status, "meta": self.meta, "sequences": sequences}
-        with disk_errors(self.path):
-            write_json(self.path / BUNDLE, content)
+        write_bundle_json(self.path, status, self.meta, self.entries if status == "complete" else {})
 
     def __enter__(self) -> BundleCollection:
         return self

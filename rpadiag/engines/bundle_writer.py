@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 FORMAT = "rpadiag-bundle"
 VERSION = 1
+BUNDLE = "bundle.json"
 _ALIGNMENT = 64  # bytes; a mapped segment then starts on an element of any dtype
 
 
@@ -114,6 +115,21 @@ class SequenceWriter:
         self._offset += padding + data.nbytes
 
 
+def raw_name(index: int) -> str:
+    """File name of a sequence in rpadiag's own append-only form."""
+    return f"sequence-{index:05d}.bin"
+
+
+def write_bundle_json(
+    directory: Path, status: str, meta: Mapping[str, Any], sequences: Mapping[int, Mapping[str, Any]]
+) -> None:
+    """Write ``bundle.json``: the sequences in the order of their numbers."""
+    listed = [sequences[i] for i in sorted(sequences)]
+    content = {"format": FORMAT, "version": VERSION, "status": status, "meta": meta, "sequences": listed}
+    with disk_errors(directory):
+        write_json(directory / BUNDLE, content)
+
+
 class BundleWriter:
     """Writes a bundle; a context manager. Only :meth:`close`, or a block that ends well, makes it complete."""
 
@@ -133,7 +149,7 @@ class BundleWriter:
         """Open sequence ``index`` for writing."""
         if index in self._open or index in self._done:
             raise InputError(f"sequence {index} of bundle {self.directory} was already begun")
-        self._open[index] = SequenceWriter(self.directory / f"sequence-{index:05d}.bin")
+        self._open[index] = SequenceWriter(self.directory / raw_name(index))
         self._last = index
         return self._open[index]
 
@@ -160,7 +176,7 @@ class BundleWriter:
                 writer.append_array(f"scores.{name}", getattr(scores, name), dtype)
         writer.close()
         self._done[index] = {
-            "file": f"sequence-{index:05d}.bin",
+            "file": raw_name(index),
             "prompt": index if prompt is None else prompt,
             "token_ids": [int(t) for t in token_ids],
             "num_prompt_tokens": int(num_prompt_tokens),
@@ -179,10 +195,7 @@ class BundleWriter:
         self._open.clear()
 
     def _save(self, status: str) -> None:
-        sequences = [self._done[i] for i in sorted(self._done)]
-        content = {"format": FORMAT, "version": VERSION, "status": status, "meta": self.meta, "sequences": sequences}
-        with disk_errors(self.directory):
-            write_json(self.directory / "bundle.json", content)
+        write_bundle_json(self.directory, status, self.meta, self._done)
 
     def __enter__(self) -> BundleWriter:
         return self

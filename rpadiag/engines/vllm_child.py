@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import rpadiag
-from rpadiag import errors
 from rpadiag.engines.vllm_log import hint_for, last_error, stack_of, tail_of
-from rpadiag.errors import EngineError, UsageError
+from rpadiag.errors import EngineError, UsageError, from_plain
 
 STOP_S = 10.0
 # Without a sign of life: a step of 1,024 tokens of an 8B model on a slow CPU takes five minutes, a silent compilation as long.
@@ -151,8 +150,7 @@ class Child:
                 raise
             reply = self.reply(loading=loading)
         if "error" in reply:
-            kind, text, detail, hint = reply["error"]
-            raise getattr(errors, kind)(text, detail=detail, hint=hint)
+            raise from_plain(reply["error"])
         return reply.get("result")
 
     def reply(self, *, loading: bool = False) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def main(descriptor: int, parent: int) -> NoReturn:
             result = getattr(host, "do_" + command.pop("do"))(**command)
             reply: dict[str, Any] = {"result": result}
         except RpadiagError as error:
-            reply = {"error": [type(error).__name__, error.message, error.detail, error.hint]}
+            reply = {"error": error.to_plain()}
         except Exception as error:
             traceback.print_exc()
             sys.stderr.flush()

@@ -18,17 +18,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from rpadiag import errors
 from rpadiag.engines.base import ModelFacts, TokenSequence
 from rpadiag.engines.bundle import BundleCapture, BundleWriter, SequenceWriter
+from rpadiag.engines.bundle_writer import raw_name
 from rpadiag.engines.families import Family
 from rpadiag.engines.vllm_capture import CaptureExtension, Recorder
 from rpadiag.engines.vllm_points import describe
-from rpadiag.errors import CaptureError, NotComparableError, RpadiagError, UsageError
+from rpadiag.errors import CaptureError, NotComparableError, RpadiagError, UsageError, from_plain
 from rpadiag.runs.manifest import differing_tensors
 from rpadiag.sites import split_site
 
-EXTENSION = f"{__name__}.ShardExtension"
+Plain = list[str | None]  # an error as RpadiagError.to_plain gives it
 _delivered: dict[str, str] = {}  # of this worker process: digests of what vLLM's loader handed to the model
 
 
@@ -43,10 +43,10 @@ class ShardExtension(CaptureExtension):
     rank: int
 
     def rpadiag_describe(self) -> dict[str, Any]:
-        """See :func:`rpadiag.engines.vllm_capture.describe`."""
+        """See :func:`rpadiag.engines.vllm_points.describe`."""
         return describe(self.model_runner)
 
-    def rpadiag_check(self, name: str) -> tuple[str, ...] | None:
+    def rpadiag_check(self, name: str) -> Plain | None:
         """The error of an incomplete checkpoint, if it is one."""
         from rpadiag.engines.vllm_weights import check_complete
 
@@ -56,7 +56,7 @@ class ShardExtension(CaptureExtension):
         """Digest per checkpoint tensor as the loader delivered it, before this rank cut its shard from it."""
         return dict(_delivered)
 
-    def rpadiag_open(self, directory: str, sites: list[str]) -> tuple[str, ...] | None:
+    def rpadiag_open(self, directory: str, sites: list[str]) -> Plain | None:
         """Attach a recorder that writes to this rank's directory."""
 
         def attach() -> None:
@@ -68,7 +68,7 @@ class ShardExtension(CaptureExtension):
 
     def rpadiag_begin(
         self, index: int, token_ids: list[int], num_generate: int, given: list[int] | None
-    ) -> tuple[str, ...] | None:
+    ) -> Plain | None:
         """Expect a sequence."""
         return _caught(lambda: self._rpadiag.begin(index, token_ids, num_generate, given))
 
@@ -86,9 +86,9 @@ class ShardExtension(CaptureExtension):
 
         return {"error": _caught(end), **found}
 
-    def rpadiag_error(self) -> tuple[str, ...] | None:
+    def rpadiag_error(self) -> Plain | None:
         """The first error of this rank's hooks."""
-        return _plain(self._rpadiag.error) if self._rpadiag.error is not None else None
+        return self._rpadiag.error.to_plain() if self._rpadiag.error is not None else None
 
     def rpadiag_fired(self) -> list[str]:
         """Sites that this rank has seen."""
@@ -100,25 +100,20 @@ class ShardExtension(CaptureExtension):
         self._rpadiag.bundle.abandon()
 
 
-def _plain(error: RpadiagError) -> tuple[str, ...]:
-    return type(error).__name__, error.message, error.detail or "", error.hint or ""
-
-
-def _caught(action: Any) -> tuple[str, ...] | None:
+def _caught(action: Any) -> Plain | None:
     """Run ``action``; an RpadiagError comes back as plain strings, since a raised one would end the worker."""
     try:
         action()
     except RpadiagError as error:
-        return _plain(error)
+        return error.to_plain()
     return None
 
 
-def raise_first(answers: Sequence[tuple[str, ...] | None]) -> None:
+def raise_first(answers: Sequence[Plain | None]) -> None:
     """Raise the first rank's error in this process."""
     for rank, answer in enumerate(answers):
         if answer is not None:
-            kind, message, detail, hint = answer
-            raise getattr(errors, kind)(f"rank {rank}: {message}", detail=detail or None, hint=hint or None)
+            raise from_plain(answer, place=f"rank {rank}: ")
 
 
 class ManyWorkers:
@@ -233,7 +228,7 @@ def merge_sequence(
     widths: full width of each point. Where heads are fewer than ranks a shard is held by several neighbours; the first counts.
     """
     rows = TokenSequence(prompt=index, token_ids=(0,) * num_rows, num_prompt_tokens=num_rows)
-    captures = [BundleCapture(directory / f"sequence-{index:05d}.bin", rows) for directory in shards]
+    captures = [BundleCapture(directory / raw_name(index), rows) for directory in shards]
     unequal: set[str] = set()
     for site in captures[0].sites:
         tensors = [c.read(site) for c in captures if site in c.sites]

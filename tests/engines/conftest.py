@@ -35,3 +35,22 @@ def vllm_on(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., 
     yield on
     for engine in started:
         engine.close()
+
+
+@pytest.fixture(scope="module")
+def trainer(smollm2: Path) -> Iterator[Any]:
+    """SmolLM2 in transformers, on the engine's one thread: the split of a matrix product decides the order of its sum."""
+    import torch
+
+    from rpadiag.engines.trainer import TrainerEngine
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield TrainerEngine.load(smollm2)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def engine(smollm2: Path, vllm_on: Callable[..., Any]) -> Any:
+    """SmolLM2 in vLLM, for sequences of up to 63 tokens."""
+    return vllm_on(smollm2, max_model_len=64)

@@ -6,12 +6,8 @@ engine's own logprobs the attribution has to find exactly the other one, without
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import numpy as np
 import pytest
-import torch
 
 from rpadiag.attribution.design import parts_of, replicates_of, variants_of
 from rpadiag.engines.base import TokenSequence
@@ -28,19 +24,6 @@ TEXTS = (
 NUM_TOKENS = 16
 MISMATCHES = ("rope", "rmsnorm", "attention")
 ALL = (*MISMATCHES, "swiglu", "matmul")
-
-
-@pytest.fixture(scope="module")
-def trainer(smollm2: Path) -> Iterator[TrainerEngine]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the engine's matrix products run on one thread, and the split decides their order
-    yield TrainerEngine.load(smollm2)
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def engine(smollm2: Path, vllm_on: Callable[..., VllmEngine]) -> VllmEngine:
-    return vllm_on(smollm2, max_model_len=64)
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,7 @@ show as a first divergent site inside that region.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -29,19 +28,6 @@ TEXTS = (
     "Continents move a few centimetres a year, about as fast as fingernails grow, and nobody believed it at first.",
     "def gcd(a, b):\n    while b:\n        a, b = b, a % b\n    return a\n",
 )
-
-
-@pytest.fixture(scope="module")
-def trainer(smollm2: Path) -> Iterator[TrainerEngine]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the engine's matrix products run on one thread, and the split decides their order
-    yield TrainerEngine.load(smollm2)
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def engine(smollm2: Path, vllm_on: Callable[..., VllmEngine]) -> VllmEngine:
-    return vllm_on(smollm2, max_model_len=64)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,6 @@ FAMILY = Family(
     fused=FUSED,
     absent={**NO_QK_NORM, **NO_SWIGLU, **NO_EXPERTS},
     refused={
-        "quantization_config": "quantised linears are not the ones this site map names",
         "use_bidirectional_attention": "a token then attends to later ones, so no logprob is that of a next token",
     },
     activation="gelu_pytorch_tanh",

@@ -24,7 +24,6 @@ FAMILY = Family(
     fused=FUSED,
     absent={**NO_SWIGLU, **NO_EXPERTS},
     refused={
-        "quantization_config": "quantised linears are not the ones this site map names",
         "attn_logit_softcapping": "vLLM does not cap the attention scores of this family",
         "use_bidirectional_attention": "a token then attends to later ones, so no logprob is that of a next token",
     },

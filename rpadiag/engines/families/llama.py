@@ -22,7 +22,4 @@ FAMILY = Family(
     windows="none",
     fused=FUSED,
     absent={**NO_QK_NORM, **PRE_NORM, **NO_GEGLU, **NO_EXPERTS},
-    refused={
-        "quantization_config": "quantised linears are not the ones this site map names",
-    },
 )

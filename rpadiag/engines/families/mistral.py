@@ -23,7 +23,6 @@ FAMILY = Family(
     fused=FUSED,
     absent={**NO_QK_NORM, **PRE_NORM, **NO_GEGLU, **NO_EXPERTS},
     refused={
-        "quantization_config": "quantised linears are not the ones this site map names",
         "llama_4_scaling": "its query is scaled by position after RoPE, which no site shows",
     },
 )

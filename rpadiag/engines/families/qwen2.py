@@ -23,7 +23,6 @@ FAMILY = Family(
     fused=FUSED,
     absent={**NO_QK_NORM, **PRE_NORM, **NO_GEGLU, **NO_EXPERTS},
     refused={
-        "quantization_config": "quantised linears are not the ones this site map names",
         "dual_chunk_attention_config": "vLLM then computes attention in chunks with their own positions",
         "qk_norm": "vLLM then normalises q and k, transformers does not",
     },

@@ -27,7 +27,6 @@ FAMILY = Family(
     fused=FUSED,
     absent={**PRE_NORM, **NO_GEGLU},
     refused={
-        "quantization_config": "quantised linears are not the ones this site map names",
         "dual_chunk_attention_config": "vLLM then computes attention in chunks with their own positions",
         "use_sliding_window": "transformers then attends within a window, and vLLM does not",
         "shared_expert_intermediate_size": "vLLM then adds a shared expert, and transformers does not",

@@ -68,7 +68,8 @@ class Family:
         module name of the path.
     absent: points that the family does not have, with the reason.
     windows: who reads ``sliding_window``: ``none`` (ignored), ``all`` layers, or those that ``layer_types`` names.
-    refused: configuration attributes this map does not hold for -> the reason; checked by ``facts``.
+    refused: configuration attributes this map does not hold for -> the reason; checked by ``facts``, which refuses
+        quantised checkpoints of every family.
     activation: the gated MLP's, as the configuration writes it. experts: whether layers may have them (Qwen's rule).
     """
 
@@ -87,16 +88,15 @@ class Family:
 
     def facts(self, config: Any) -> ModelFacts:
         """Facts from a transformers configuration object (vLLM's ``hf_config`` is one too)."""
+        if quantised := getattr(config, "quantization_config", None):
+            raise InputError(
+                f"this checkpoint is quantised with {quantization_method(quantised)} (its quantization_config)",
+                detail="quantised linears are not the ones this site map names; and what quantisation moves is not rounding",
+                hint="take the checkpoint that it was made from; vLLM can quantise that while it loads, and a comparison then names "
+                "it as a cause of its own: --engine-arg quantization=fp8",
+            )
         for attribute, reason in self.refused.items():
-            value = getattr(config, attribute, None)
-            if value and attribute == "quantization_config":
-                raise InputError(
-                    f"this checkpoint is quantised with {quantization_method(value)} (its quantization_config)",
-                    detail=f"{reason}; and what quantisation moves is not rounding",
-                    hint="take the checkpoint that it was made from; vLLM can quantise that while it loads, and a comparison then names "
-                    "it as a cause of its own: --engine-arg quantization=fp8",
-                )
-            if value:
+            if getattr(config, attribute, None):
                 raise InputError(f"{self.name} models with {attribute} are not supported", detail=reason)
         given = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or self.activation
         if given != self.activation:
