@@ -140,7 +140,7 @@ def _write_checkpoint(source: Path, directory: Path) -> None:
         if importlib.util.find_spec(package) is None:
             raise MissingDependencyError(
                 f"converting {ALIAS} needs {package}, which is not installed",
-                hint="pip install 'rpadiag[engines,demo]'",
+                hint="pip install 'rpadiag[trainer,demo]'",
             )
     child = subprocess.run(
         [sys.executable, "-m", "rpadiag.workflows.smollm2", str(source), str(directory)],

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bench_report.py [--tokens 1000000] [--sites 500000] [--prompts 10000]
 
-Goal: HTML in under 20 s and 1 GiB on two cores. Last measured on two AVX2 cores that other work kept busy (load 7): 15.8 s by the clock, 5.4 s of
+Goal: HTML in under 20 s and 1 GiB on two cores. Last measured on two busy AVX2 cores (load 7): 15.8 s by the clock, 5.4 s of
 processor, 477 MiB; two gates alone 4.8 s, 1.7 s of processor, 295 MiB.
 """
 

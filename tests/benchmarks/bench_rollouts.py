@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bench_rollouts.py [--tokens 10000000] [--directory DIR]
 
-Goal: under 30 s and 2 GiB on two cores. Last measured on two AVX2 cores that other work kept busy (load 7): Parquet 37 s by the clock, 8.9 s of
+Goal: under 30 s and 2 GiB on two cores. Last measured on two busy AVX2 cores (load 7): Parquet 37 s by the clock, 8.9 s of
 processor, 386 MiB; JSON Lines 38 s, 13.7 s of processor, 285 MiB; with --run, Parquet 50 s, 16.5 s of processor, 465 MiB.
 """
 

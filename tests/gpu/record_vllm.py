@@ -135,7 +135,9 @@ def main() -> None:
     parser.add_argument("--generate", type=int, default=64)
     parser.add_argument("--compiled-contract", default="vllm-compiled")
     parser.add_argument(
-        "--steps", default="eager,compiled", help="eager, compiled, or both; a step not named stays in FILE"
+        "--steps",
+        default="eager,compiled",
+        help="eager, compiled, both, or layer0 alone; a step not named stays in FILE",
     )
     args = parser.parse_args()
     record = Recorder(args.out)
