@@ -17,6 +17,13 @@ import torch
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 128, 256, 4, 2, 32
 VOCAB = 512
+PROMPTS = "The quick brown fox jumps over [the] lazy dog.\nRounding once at the end is [not/the] same.\n1 + 1 = 2\n"
+EMULATED = (
+    "--engine",
+    "emulated",
+    "--emulate",
+    "vllm-compiled",
+)  # what rpadiag capture is given for a rollout without vLLM
 GEMMA = {"head_dim": HEAD_DIM, "query_pre_attn_scalar": HEAD_DIM, "pad_token_id": 0}
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "gemma2", "gemma3")
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -24,7 +24,6 @@ from rpadiag.engines.bundle import BundleCapture, open_bundle
 from rpadiag.engines.scoring import score_logits
 from rpadiag.engines.vllm import RolloutResult, VllmEngine
 from rpadiag.errors import InputError, UsageError
-from rpadiag.runs.manifest import differing_tensors
 
 pytestmark = pytest.mark.vllm
 LIMIT = 200
@@ -120,32 +119,6 @@ def test_every_site_of_every_family_is_captured_and_fits_its_neighbours(
         assert result.sequence == SEQUENCES[index]
         assert result.positions.tolist() == list(range(len(result.sequence.token_ids)))
         relations_hold(capture)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_weight_digests_equal_those_of_the_trainer(
-    engine: VllmEngine, tiny: Callable[[str], Path], family: str
-) -> None:
-    from rpadiag.engines.trainer import TrainerEngine
-
-    engine.reload(model=tiny(family), dtype="bfloat16")
-    ours = TrainerEngine.load(tiny(family), dtype="bfloat16").weight_digests()
-    assert differing_tensors(ours, engine.weight_digests()) == []
-
-
-def test_the_digest_of_a_changed_weight_changes(
-    engine: VllmEngine, tiny: Callable[[str], Path], tmp_path: Path
-) -> None:
-    from tiny import planted_copy
-
-    def stale(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["model.layers.1.self_attn.k_proj.weight"][0, 0] += 1
-
-    engine.reload(model=tiny("llama"), dtype="bfloat16")
-    before = engine.weight_digests()
-    engine.reload(model=planted_copy(tiny("llama"), tmp_path / "m", tensors=stale))
-    after = engine.weight_digests()
-    assert [n for n in before if before[n] != after[n]] == ["model.layers.1.self_attn.k_proj.weight"]
 
 
 def test_scores_follow_from_the_captured_logits(llama: VllmEngine, tmp_path: Path) -> None:

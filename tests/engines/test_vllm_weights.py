@@ -1,4 +1,4 @@
-"""Digests and completeness of weights that an engine quantised while it loaded them."""
+"""Digests and completeness of what vLLM loaded, weights that it quantised on the way included."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import FAMILIES, planted_copy
 
 from rpadiag.engines.trainer import TrainerEngine
+from rpadiag.engines.vllm import VllmEngine
 from rpadiag.engines.vllm_weights import check_complete, live_digests
 from rpadiag.errors import InputError
+from rpadiag.runs.manifest import differing_tensors
 
 QUANTISED = "model.layers.0.self_attn.o_proj"
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: Callable[[str], Path], vllm_on: Callable[..., VllmEngine]) -> VllmEngine:
+    return vllm_on(tiny("llama"), max_model_len=64)
 
 
 def test_quantised_parameters_have_no_live_digest_and_their_scales_are_not_missing(
@@ -45,3 +53,27 @@ def test_a_quantised_checkpoint_is_refused_by_the_name_of_its_method(
     with pytest.raises(InputError, match=f"quantised with {method}") as caught:
         family_for(config.architectures).facts(config)
     assert caught.value.hint is not None and "--engine-arg quantization=fp8" in caught.value.hint
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weight_digests_equal_those_of_the_trainer(
+    engine: VllmEngine, tiny: Callable[[str], Path], family: str
+) -> None:
+    engine.reload(model=tiny(family), dtype="bfloat16")
+    ours = TrainerEngine.load(tiny(family), dtype="bfloat16").weight_digests()
+    assert differing_tensors(ours, engine.weight_digests()) == []
+
+
+@pytest.mark.vllm
+def test_the_digest_of_a_changed_weight_changes(
+    engine: VllmEngine, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    def stale(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.1.self_attn.k_proj.weight"][0, 0] += 1
+
+    engine.reload(model=tiny("llama"), dtype="bfloat16")
+    before = engine.weight_digests()
+    engine.reload(model=planted_copy(tiny("llama"), tmp_path / "m", tensors=stale))
+    after = engine.weight_digests()
+    assert [n for n in before if before[n] != after[n]] == ["model.layers.1.self_attn.k_proj.weight"]
