@@ -63,6 +63,7 @@ class Verdict:
 
 
 GATE_STATUSES = ("pass", "fail", "error")
+GATE_WORDS = {"pass": "pass", "fail": "FAILED", "error": "no answer"}
 
 
 @dataclass(frozen=True, kw_only=True)

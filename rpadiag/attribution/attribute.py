@@ -135,7 +135,7 @@ def attribute(
         asked += ask(plan.of_round(numbers))
         used = numbers.stop
         if plan.precision is not None and used < plan.num_replicates and used > 1:
-            each = _estimates(collected, plan, used, sequences, designs=("each",))
+            each = _each_estimate(collected, plan, used, sequences)
             by_name = {v.name: e for v, e in each.items()}
             if precise_enough(by_name, plan.precision, num_looks=len(plan.rounds)):
                 stopped = True
@@ -171,14 +171,12 @@ class _Finite:
         return self.cache[variant, kind]
 
 
-def _estimates(
-    collected: Collected, plan: Plan, num: int, sequences: Sequences, *, designs: tuple[str, ...]
-) -> dict[Variant, Estimate]:
+def _each_estimate(collected: Collected, plan: Plan, num: int, sequences: Sequences) -> dict[Variant, Estimate]:
     reference = collected.stack(plan.named("reference"), num, seed=plan.seed)
     return {
         v: estimate(collected.stack(v, num, seed=plan.seed), reference, sequences)
         for v in plan.variants
-        if v.design in designs
+        if v.design == "each"
     }
 
 

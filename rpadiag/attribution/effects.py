@@ -9,7 +9,6 @@ Shape legend: K replicates, N tokens, G sequences.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,11 +42,6 @@ METRICS = (
     "weight_bias_sq",
     "sequence_log_ratio_sq",
 )
-MEANINGS: Mapping[str, str] = {
-    "systematic_sq": "mean squared systematic difference of a token, nats^2",
-    "weight_bias_sq": "mean squared systematic part of rho - 1, the bias of a token's policy-gradient weight",
-    "sequence_log_ratio_sq": "mean squared systematic logarithm of a sequence's ratio, nats^2",
-}
 _TOKEN_SUMS = ("d", "abs_d", "d_sq", "exact", "k3", "chi2", "excess", "excess_sq", "outside", "probs_diff", "pp", "qq", "p_sq",
                "q_sq", "pq", "systematic_sq", "weight_sq")  # fmt: skip
 _SEQUENCE_SUMS = ("training_ppl", "log_diff", "abs_log_diff", "ppl_ratio", "chi2_seq", "sequence_sq")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -143,11 +143,3 @@ class Collected:
         """Tokens whose logprob is finite in every forward, ``[N]``."""
         out: NDArray[np.bool_] = np.logical_and.reduce([np.isfinite(x) for x in self._logprobs.values()])
         return out
-
-
-def group_by_variant(replicates: Sequence[Replicate]) -> Iterator[tuple[Variant, list[Replicate]]]:
-    """Replicates of one variant together, variants in the order they first come."""
-    groups: dict[Variant, list[Replicate]] = {}
-    for replicate in replicates:
-        groups.setdefault(replicate.variant, []).append(replicate)
-    yield from groups.items()

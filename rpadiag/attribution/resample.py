@@ -68,11 +68,6 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.counts)
 
-    @property
-    def few(self) -> bool:
-        """Too few for an error that can be relied on to better than a quarter."""
-        return len(self) < FEW_SEQUENCES
-
     def sums(self, values: Floats) -> Floats:
         """Sum over the tokens of each sequence: ``[N]`` to ``[G]``, ``[K, N]`` to ``[K, G]``."""
         rows = np.atleast_2d(values)

@@ -249,7 +249,9 @@ def show(run: Run) -> None:
 def _show_metrics(by_source: dict[str, dict[str, Any]]) -> None:
     if not by_source:
         return
-    sources = [name for name in ("all", "prefill", "decode", "rescored") if name in by_source]
+    from rpadiag.runs.schema import SOURCES
+
+    sources = [name for name in SOURCES if name in by_source]
     if "decode" not in sources:
         sources = ["all"]
     rows = [(text, *(number(by_source[s].get(name)) for s in sources)) for name, text in METRICS]

@@ -10,11 +10,10 @@ import typer
 from rpadiag.cli import options as shared
 from rpadiag.cli.output import print_json, say
 from rpadiag.errors import UsageError
+from rpadiag.findings import GATE_WORDS
 
 if TYPE_CHECKING:
     from rpadiag.findings import Judgement
-
-SIGNS = {"pass": "pass", "fail": "FAILED", "error": "no answer"}
 
 
 def report(
@@ -131,7 +130,10 @@ def _show(judgement: Judgement | None, files: list[Path], output_format: str) ->
     for result in judgement.gates if judgement is not None else ():
         named = result.gate if result.name == result.gate else f"{result.name}: {result.gate}"
         where = f" [{Path(result.run).name}]" if result.run else ""
-        say(f"{SIGNS[result.status]}: {named}{where}: {result.text}", style="bold" if result.status != "pass" else None)
+        say(
+            f"{GATE_WORDS[result.status]}: {named}{where}: {result.text}",
+            style="bold" if result.status != "pass" else None,
+        )
         if result.reason and result.status != "pass":
             say(f"  because: {result.reason}")
     for finding in judgement.changes if judgement is not None else ():

@@ -11,11 +11,12 @@ from rpadiag.cli import options as shared
 from rpadiag.cli.bars import progress_on_stderr
 from rpadiag.cli.output import hint, number, print_findings, print_json, print_table, say
 from rpadiag.errors import EXIT_UNANSWERABLE
+from rpadiag.rollouts.schemas import BY_NAME
 
 if TYPE_CHECKING:
     from rpadiag.workflows.rollouts import RolloutsResult
 
-SCHEMAS = "prime-rl|nemo-rl|verl|trl|skyrl|openrlhf|slime|rpadiag"
+SCHEMAS = "|".join(BY_NAME)
 METRICS = (
     ("num_tokens", "tokens"),
     ("num_sequences", "sequences"),

@@ -63,10 +63,8 @@ def on_line(logits: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def tied_tokens(logits: npt.NDArray[Any], experts_per_token: int) -> npt.NDArray[np.bool_]:
     """bool [T]: whether the last expert chosen and the first one left out have equal logits [T, E]."""
-    line = np.sort(on_line(logits), axis=-1)[:, ::-1]
-    if line.shape[1] <= experts_per_token:
-        return np.zeros(len(line), bool)
-    tied: npt.NDArray[np.bool_] = line[:, experts_per_token - 1] == line[:, experts_per_token]
+    sure, maybe = _chosen(logits, experts_per_token)
+    tied: npt.NDArray[np.bool_] = (sure != maybe).any(-1)
     return tied
 
 
@@ -76,19 +74,18 @@ def count_flips(ours: npt.NDArray[Any], theirs: npt.NDArray[Any], experts_per_to
     sure_b, maybe_b = _chosen(theirs, experts_per_token)
     # no choice serves both: an expert that one stack surely takes is one that the other surely leaves
     flipped = (sure_a & ~maybe_b).any(-1) | (sure_b & ~maybe_a).any(-1)
-    ties = tied_tokens(ours, experts_per_token) | tied_tokens(theirs, experts_per_token)
+    ties = (sure_a != maybe_a).any(-1) | (sure_b != maybe_b).any(-1)
     return Flips(num_tokens=len(ours), num_flips=int(flipped.sum()), num_ties=int(ties.sum()))
 
 
 def _chosen(logits: npt.NDArray[Any], experts_per_token: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """bool [T, E] twice: experts that are chosen however ties are broken, and those that may be."""
     line = on_line(logits)
-    order = np.sort(line, axis=-1)[:, ::-1]
-    last = order[:, experts_per_token - 1, None]
     if line.shape[1] <= experts_per_token:
         every = np.ones(line.shape, bool)
         return every, every
-    next_one = order[:, experts_per_token, None]
+    order = np.sort(line, axis=-1)[:, ::-1]
+    last, next_one = order[:, experts_per_token - 1, None], order[:, experts_per_token, None]
     return line > next_one, line >= last
 
 

@@ -23,9 +23,8 @@ from rpadiag.compare.metric_sums import CLIP_RANGE, Floats, MetricSums, Sequence
 OUTLIER_DEVIATIONS = 5.0
 MIN_SEQUENCES_FOR_OUTLIERS = 8
 NUM_WORST = 5
-COUNTS = ("num_tokens", "num_sequences", "num_nonfinite", "argmax_flips")
 
-__all__ = ["CLIP_RANGE", "COUNTS", "k3", "logprob_metrics", "metric_names", "metrics_of"]
+__all__ = ["CLIP_RANGE", "k3", "logprob_metrics", "metric_names", "metrics_of"]
 
 
 def logprob_metrics(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -54,7 +55,7 @@ class ModelFacts:
     num_experts: int = 0
     experts_per_token: int = 0
 
-    @property
+    @cached_property
     def sites(self) -> tuple[str, ...]:
         """Every site of this model in execution order."""
         every = {p.name for p in LAYER_POINTS} - set(self.absent)

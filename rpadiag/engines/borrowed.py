@@ -25,15 +25,22 @@ def borrowed_attention(model: nn.Module, attend: Attend) -> Iterator[None]:
     attend: takes and returns [T, heads * head_dim] after RoPE, as :meth:`rpadiag.engines.vllm.VllmEngine.attention` gives it;
     mask, scale and window are the rollout engine's own. Proved by ``tests/engines/test_full_alignment.py``.
     """
+    with attention_override(model, row_by_row(attend)):
+        yield
+
+
+def row_by_row(attend: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
+    """An operator on one unpadded sequence as an attention function: called for each row of the batch."""
 
     def attention(
-        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, None]:
-        # [1, H, T, D] and [1, KV, T, D] -> [T, heads * D]
-        flat = [x[0].transpose(0, 1).reshape(x.shape[2], -1) for x in (query, key, value)]
-        layer: Any = module.layer_idx
-        output = attend(layer, *flat).to(query.device)
-        return output.view(1, query.shape[2], query.shape[1], query.shape[3]), None
+        # [B, H, T, D] and [B, KV, T, D] -> [T, heads * D] of each row
+        num_tokens = query.shape[2]
+        rows = []
+        for row in range(len(query)):
+            flat = [x[row].transpose(0, 1).reshape(num_tokens, -1) for x in (query, key, value)]
+            rows.append(attend(module.layer_idx, *flat).to(query.device))
+        return torch.stack(rows).view(len(query), num_tokens, query.shape[1], query.shape[3]), None
 
-    with attention_override(model, attention):
-        yield
+    return attention

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rpadiag.engines.products import Product, own_product
+from rpadiag.engines.replay import replaced
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 MakeProduct = Callable[[torch.Tensor, torch.Tensor | None], Product]
@@ -26,17 +27,8 @@ def merged_projections(model: nn.Module) -> Iterator[None]:
     Weights are concatenated once, so the block holds a second copy of them; parameters and state dict are untouched.
     Modules keep firing their hooks. The slices of a group must be asked for with the same input tensor.
     """
-    patched: list[tuple[nn.Module, Any]] = []
-    try:
-        for member, forward in merged_forwards(model):
-            patched.append((member, member.__dict__.get("forward")))
-            member.__dict__["forward"] = forward
+    with replaced(dict(merged_forwards(model))):
         yield
-    finally:
-        for member, before in patched:
-            member.__dict__.pop("forward", None)
-            if before is not None:
-                member.__dict__["forward"] = before
 
 
 def merged_forwards(model: nn.Module, product: MakeProduct = own_product) -> list[tuple[nn.Module, Product]]:

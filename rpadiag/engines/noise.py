@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from torch import nn
 
-KINDS = ("ulp", "order", "batch", "none")
+from rpadiag.engines.replay import replaced
+
 SPLIT_NAMES = ("o_proj", "down_proj")  # never merged with others, so that the matmul switch does not touch them
 MAX_PADDING = 15
 MAX_MATES = 7
@@ -63,19 +64,13 @@ def split_products(model: nn.Module, rows: Sequence[tuple[int, int]]) -> Iterato
 
     rows: (seed, number of the sequence) of each row of the batch; each row is cut elsewhere. Holds FP32 copies of these weights.
     """
-    patched: list[tuple[nn.Module, Any]] = []
-    try:
-        linears = [m for n, m in model.named_modules() if n.endswith(SPLIT_NAMES) and isinstance(m, nn.Linear)]
-        for index, module in enumerate(linears):
-            cuts = [split_points(module.in_features, seed=s, number=n, module=index) for s, n in rows]
-            patched.append((module, module.__dict__.get("forward")))
-            module.__dict__["forward"] = _split(module, cuts)
+    forwards: dict[nn.Module, Any] = {}
+    linears = [m for n, m in model.named_modules() if n.endswith(SPLIT_NAMES) and isinstance(m, nn.Linear)]
+    for index, module in enumerate(linears):
+        cuts = [split_points(module.in_features, seed=s, number=n, module=index) for s, n in rows]
+        forwards[module] = _split(module, cuts)
+    with replaced(forwards):
         yield
-    finally:
-        for restored, before in patched:
-            restored.__dict__.pop("forward", None)
-            if before is not None:
-                restored.__dict__["forward"] = before
 
 
 def _split(module: nn.Linear, cuts: Sequence[int]) -> Any:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
+
+from rpadiag.engines.replay import replaced
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
@@ -31,18 +32,8 @@ def fp32_products(model: nn.Module) -> Iterator[None]:
 
     Holds an FP32 copy of the linear weights (twice their size). Parameters, hooks and state dict are untouched.
     """
-    patched: list[tuple[nn.Module, Any]] = []
-    try:
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                patched.append((module, module.__dict__.get("forward")))
-                module.__dict__["forward"] = fp32_product(module.weight, module.bias)
+    with replaced({m: fp32_product(m.weight, m.bias) for m in model.modules() if isinstance(m, nn.Linear)}):
         yield
-    finally:
-        for module, before in patched:
-            module.__dict__.pop("forward", None)
-            if before is not None:
-                module.__dict__["forward"] = before
 
 
 def fp32_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:

@@ -8,7 +8,7 @@ receives. So whatever patched the model (an alignment, a planted mistake) is wha
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -182,7 +182,7 @@ class _Places:
 
 
 @contextlib.contextmanager
-def replaced(forwards: dict[nn.Module, Forward]) -> Iterator[None]:
+def replaced(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
     """Instance-level ``forward`` of each module replaced while the block runs, then as before."""
     before = {module: module.__dict__.get("forward") for module in forwards}
     try:

@@ -13,16 +13,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from rpadiag.engines.borrowed import Attend, row_by_row
 from rpadiag.engines.merged import merged_forwards
 from rpadiag.engines.products import Product, fp32_product, own_product
+from rpadiag.engines.replay import replaced
 from rpadiag.engines.trainer_capture import attention_function, attention_override
 from rpadiag.errors import UsageError, unknown_name
 from rpadiag.regions.align import REGIONS as CONTRACT_REGIONS
-from rpadiag.regions.align import ContractLike, align, resolve
+from rpadiag.regions.align import ContractLike, absent_regions, align, resolve
 from rpadiag.regions.align_families import Decoder, find_decoder
 from rpadiag.regions.presets import Preset
 
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 ATTENTIONS = ("fp32", "eager")
 MEANINGS: Mapping[str, str] = {
     "rope": "rounds as the contract says",
@@ -89,9 +90,9 @@ class TrainerSwitches:
             if chosen.get("attention"):
                 stack.enter_context(attention_override(self._model, self._attention(chosen["attention"])))
             if chosen.get("matmul"):
-                stack.enter_context(_forwards(self._merged_in(chosen["matmul"])))
+                stack.enter_context(replaced(dict(self._merged_in(chosen["matmul"]))))
             if chosen.get("lm_head"):
-                stack.enter_context(_forwards([(self._head(), self._fp32_head())]))
+                stack.enter_context(replaced({self._head(): self._fp32_head()}))
             yield
 
     def _numbers(self, region: str, given: Iterable[int] | None) -> tuple[int, ...]:
@@ -110,7 +111,7 @@ class TrainerSwitches:
     def _attention(self, layers: Sequence[int]) -> Callable[..., Any]:
         """Attention that sends the chosen layers to the aligned backend and the others where they went before."""
         own = attention_function(self._model, self._decoder.layers[0].self_attn)  # type: ignore[arg-type]
-        backend = _BACKENDS[self._attend] if isinstance(self._attend, str) else _borrowed(self._attend)
+        backend = _BACKENDS[self._attend] if isinstance(self._attend, str) else row_by_row(self._attend)
         chosen = frozenset(layers)
 
         def attention(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -149,12 +150,7 @@ def _absent(decoder: Decoder, preset: Preset) -> dict[str, str]:
     for region in CONTRACT_REGIONS:
         if ("rmsnorm" if region == "qk_norm" else region) not in preset.regions:
             absent[region] = f"contract {preset.name} says nothing about it"
-    if not decoder.qk_norm:
-        absent["qk_norm"] = f"{decoder.family.name} has no per-head norm of queries and keys"
-    activation = decoder.activation
-    if activation not in ("SiLU", "SiLUActivation"):
-        absent["swiglu"] = f"its MLP uses {activation}, not SiLU"
-    return absent
+    return absent | absent_regions(decoder)
 
 
 def _contract_calls(
@@ -182,22 +178,6 @@ def _contract_calls(
     for regions, numbers in calls:
         if numbers:
             yield regions, sorted(numbers)
-
-
-@contextlib.contextmanager
-def _forwards(replacements: Iterable[tuple[nn.Module, Product]]) -> Iterator[None]:
-    """Instance-level forward of each module replaced while the block runs, then as before."""
-    patched: list[tuple[nn.Module, Any]] = []
-    try:
-        for module, forward in replacements:
-            patched.append((module, module.__dict__.get("forward")))
-            module.__dict__["forward"] = forward
-        yield
-    finally:
-        for module, before in reversed(patched):
-            module.__dict__.pop("forward", None)
-            if before is not None:
-                module.__dict__["forward"] = before
 
 
 def fp32_attention(
@@ -259,22 +239,6 @@ def eager_attention(
         scores = scores + attention_mask
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), None
-
-
-def _borrowed(attend: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
-    """An operator on one unpadded sequence as an attention function: row by row."""
-
-    def attention(
-        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, None]:
-        num_tokens = query.shape[2]
-        rows = []
-        for row in range(len(query)):
-            flat = [x[row].transpose(0, 1).reshape(num_tokens, -1) for x in (query, key, value)]
-            rows.append(attend(module.layer_idx, *flat).to(query.device))
-        return torch.stack(rows).view(len(query), num_tokens, query.shape[1], query.shape[3]), None
-
-    return attention
 
 
 _BACKENDS: Mapping[str, Callable[..., tuple[torch.Tensor, None]]] = {"fp32": fp32_attention, "eager": eager_attention}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from rpadiag.errors import EXIT_GATE_FAILED, EXIT_OK, EXIT_UNANSWERABLE, NotComparableError, UsageError
+from rpadiag.errors import EXIT_GATE_FAILED, EXIT_OK, EXIT_UNANSWERABLE, UsageError
 from rpadiag.findings import GateResult
 from rpadiag.gates.grammar import Gate
 from rpadiag.gates.margins import margin_of
@@ -30,10 +31,11 @@ def judge(gates: Sequence[Gate], runs: Sequence[Run], baselines: Sequence[Run] =
         raise UsageError(
             f"gate {relative[0].text!r} needs a baseline", hint="add --baseline RUN, or baseline = PATH to the policy"
         )
+    base_of = functools.cache(lambda run: baseline_for(run, baselines))
     out: list[GateResult] = []
     for gate in gates:
         fitting = [r for r in runs if r.manifest.get("command") in commands_of(gate.metric)]
-        out += [_judge(gate, run, baselines) for run in fitting]
+        out += [_judge(gate, run, base_of) for run in fitting]
         if not fitting:
             needed = " or ".join(commands_of(gate.metric))
             have = ", ".join(f"{r.path.name} ({r.manifest.get('command')})" for r in runs)
@@ -58,12 +60,12 @@ def baseline_for(run: Run, baselines: Sequence[Run]) -> Run | None:
     return found
 
 
-def _judge(gate: Gate, run: Run, baselines: Sequence[Run]) -> GateResult:
+def _judge(gate: Gate, run: Run, base_of: Callable[[Run], Run | None]) -> GateResult:
     try:
         value = measure(run, gate.metric)
         if not gate.relative:
             return _absolute(gate, run, value)
-        base = baseline_for(run, baselines)
+        base = base_of(run)
         if base is None:
             raise NotMeasured(f"no baseline is a {run.manifest.get('command')} run, as {run.path} is")
         return _relative(gate, run, value, base)
@@ -109,6 +111,3 @@ def _written(value: float | str) -> str:
     if isinstance(value, str):
         return value
     return f"{value:.4g}"
-
-
-__all__ = ["NotComparableError", "baseline_for", "exit_code", "judge"]

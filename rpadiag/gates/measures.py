@@ -24,13 +24,12 @@ from typing import TYPE_CHECKING, Any
 from rpadiag.errors import RpadiagError, unknown_name
 from rpadiag.findings import SEVERITIES
 from rpadiag.runs import Run
-from rpadiag.runs.schema import table_named
+from rpadiag.runs.schema import SOURCES, table_named
 from rpadiag.sites import REGIONS, in_execution_order
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-SOURCES = ("all", "prefill", "decode", "rescored")
 SITE_METRICS = ("local_differing", "max_local_differing", "differing", "fp32_local_rel_l2")
 FLOOR_METRICS = ("mean_abs_d", "max_abs_d", "k3_kl", "exact_share")
 ATTRIBUTION_DESIGNS = {"all": ("all",), "self": ("self",)}  # region of a row -> its designs
@@ -167,6 +166,17 @@ def attribution_row(run: Run, region: str) -> dict[str, Any]:
                 return row
     have = ", ".join(dict.fromkeys(str(r["region"]) for r in rows)) or "none"
     raise NotMeasured(f"run {run.path} has no attribution of {region}; its regions: {have}")
+
+
+def local_shares(run: Run) -> dict[str, float]:
+    """``local_differing`` of every region where it was measured, in one read."""
+    import pyarrow.compute as pc
+
+    rows = run.table("sites", ["precision", "region", "local_n", "local_num_differing"])
+    rows = rows.filter(pc.equal(rows["precision"], "model"))
+    sums = rows.group_by("region").aggregate([("local_n", "sum"), ("local_num_differing", "sum")]).to_pydict()
+    found = zip(sums["region"], sums["local_n_sum"], sums["local_num_differing_sum"], strict=True)
+    return {region: moved / n for region, n, moved in found if n}
 
 
 def _site_metric(run: Run, parts: list[str]) -> float | str:

@@ -188,7 +188,7 @@ def _custom(regions: Mapping[str, Contract]) -> Preset:
 
 
 def _choose_regions(decoder: Decoder, preset: Preset, regions: Sequence[str] | None) -> tuple[str, ...]:
-    absent = _absent_regions(decoder)
+    absent = absent_regions(decoder)
     if regions is None:
         named = (r for r in REGIONS if r in preset.regions and not (r == "qk_norm" and "rmsnorm" not in preset.regions))
         chosen = tuple(r for r in named if r not in absent)
@@ -205,7 +205,7 @@ def _choose_regions(decoder: Decoder, preset: Preset, regions: Sequence[str] | N
     return chosen
 
 
-def _absent_regions(decoder: Decoder) -> dict[str, str]:
+def absent_regions(decoder: Decoder) -> dict[str, str]:
     """Regions that this model does not have, with the reason."""
     absent = {}
     if not decoder.qk_norm:

@@ -11,6 +11,7 @@ from rpadiag.reports import figures_attribution, figures_control, figures_sites,
 from rpadiag.reports.glossary import METRICS
 from rpadiag.reports.view import Block, Column, Table, TokenInContext, count, is_missing, number, percent, plural, words
 from rpadiag.runs import Run
+from rpadiag.runs.schema import SOURCES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -174,7 +175,7 @@ def metrics_block(metrics: Mapping[str, Any], key: str) -> Block | None:
     logprob = metrics.get("logprob") or {}
     if not logprob:
         return None
-    sources = [s for s in ("all", "prefill", "decode", "rescored") if s in logprob]
+    sources = [s for s in SOURCES if s in logprob]
     if len(sources) == 2:
         sources = ["all"]
     known = {m.name for m in METRICS}

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rpadiag.findings import Judgement
+from rpadiag.findings import GATE_WORDS, Judgement
 from rpadiag.reports.view import Block, Column, Table
-
-SHOWN = {"pass": "pass", "fail": "FAILED", "error": "no answer"}
 
 
 def gates_block(judgement: Judgement) -> Block | None:
@@ -17,7 +15,7 @@ def gates_block(judgement: Judgement) -> Block | None:
     named = any(g.name != g.gate for g in judgement.gates)
     rows = [
         [
-            SHOWN[g.status],
+            GATE_WORDS[g.status],
             *([g.name] if named else []),
             g.gate,
             Path(g.run).name,

@@ -24,7 +24,6 @@ KINDS = {
     "stale-weights": "weights",
     "prefix-cache": "weights",
 }
-FAULTS = tuple(KINDS)
 
 MIN_SEQUENCES = 8  # below, means of sequences say nothing
 

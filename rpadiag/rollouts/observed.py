@@ -128,7 +128,6 @@ class Observed:
     )  # sequence, position of tokens whose q is 0 and p is far below
     num_zero_q: int = 0
     num_zero_p: int = 0
-    num_equal: int = 0
     worst: list[tuple[float, int, Worst]] = field(default_factory=list)
 
     def add(self, batch: Batch) -> None:
@@ -200,7 +199,6 @@ class Observed:
         chosen = np.where(middle > BINS[0], 0, np.where(middle > BINS[1], 1, 2))
         for k, one in enumerate(self.bins):
             one.add(-d[chosen == k])
-        self.num_equal += int(np.count_nonzero(d == 0))
         self.num_zero_p += int(np.count_nonzero(p == 0))
         zero = q == 0
         if zero.any():

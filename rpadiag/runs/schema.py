@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 FORMAT_NAME = "rpadiag-run"
 FORMAT_VERSION = 1
+SOURCES = ("all", "prefill", "decode", "rescored")  # of the tokens that a set of logprob metrics is over
 TYPES = ("int32", "int64", "float32", "float64", "bool", "string", "list<int32>", "list<int64>", "list<float64>")
 
 

