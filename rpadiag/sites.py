@@ -22,6 +22,7 @@ REGIONS = (
     "qk_norm",
     "attention",
     "matmul",
+    "all_reduce",
     "geglu",
     "experts",
     "lm_head",
@@ -57,6 +58,12 @@ LAYER_POINTS: tuple[Point, ...] = (
     Point(
         name="attn", region="attention", reads=("q_rope", "k_rope", "v"), text="attention output, heads concatenated"
     ),
+    Point(
+        name="o_reduce",
+        region="all_reduce",
+        reads=(),
+        text="all-reduce of the output projection: the ranks' partial products, whose sum is `o`",
+    ),
     Point(name="o", region="matmul", reads=("attn",), text="output projection"),
     Point(name="attn_norm", region="rmsnorm", reads=("o",), text="normalised attention output, before the add"),
     Point(
@@ -70,6 +77,12 @@ LAYER_POINTS: tuple[Point, ...] = (
     Point(name="up", region="matmul", reads=("post_norm",), text="up projection"),
     Point(name="act", region="swiglu", reads=("gate", "up"), text="SwiGLU product"),
     Point(name="geglu", region="geglu", reads=("gate", "up"), text="GeGLU product, which no region aligns"),
+    Point(
+        name="down_reduce",
+        region="all_reduce",
+        reads=(),
+        text="all-reduce of the down projection: the ranks' partial products, whose sum is `down`",
+    ),
     Point(name="down", region="matmul", reads=("?act", "geglu"), text="down projection"),
     Point(name="router", region="matmul", reads=("post_norm",), text="router logits, one per expert"),
     Point(
@@ -112,8 +125,11 @@ def region_of(site: str) -> str:
     return POINTS[split_site(site)[1]].region
 
 
-# Points that a plain pre-norm SwiGLU decoder does not have.
-EXTRA_POINTS = ("attn_norm", "geglu", "router", "expert_out", "mlp_norm")
+# The all-reduce of a stack that cuts the model over ranks -> the point that it gives. Its own tensor is what it reads: the ranks'
+# partial products side by side, [T, ranks * W]. The other stack has no such point, so it has no end-to-end divergence.
+REDUCED = {"o_reduce": "o", "down_reduce": "down"}
+# Points that a plain pre-norm SwiGLU decoder on one device does not have.
+EXTRA_POINTS = (*REDUCED, "attn_norm", "geglu", "router", "expert_out", "mlp_norm")
 
 
 def all_sites(num_layers: int, *, qk_norm: bool) -> list[str]:
@@ -126,6 +142,24 @@ def sites_of(layers: Sequence[Collection[str]]) -> list[str]:
     """Every site of a decoder in execution order, from the points that each of its layers has."""
     body = [layer_site(n, p.name) for n, points in enumerate(layers) for p in LAYER_POINTS if p.name in points]
     return ["embed", *body, "final_norm", "logits", "logprob"]
+
+
+def with_reductions(sites: Iterable[str]) -> list[str]:
+    """``sites`` with the all-reduce that gives a site before it."""
+    giving = {given: point for point, given in REDUCED.items()}
+    out: list[str] = []
+    for site in sites:
+        layer, point = split_site(site)
+        if layer is not None and point in giving:
+            out.append(layer_site(layer, giving[point]))
+        out.append(site)
+    return out
+
+
+def reduced_site(site: str) -> str | None:
+    """The site that an all-reduce gives; None for what is no all-reduce."""
+    layer, point = split_site(site)
+    return layer_site(layer, REDUCED[point]) if layer is not None and point in REDUCED else None
 
 
 def in_execution_order(sites: Iterable[str]) -> list[str]:

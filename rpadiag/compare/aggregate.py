@@ -18,6 +18,7 @@ TELLING_POINTS = {
     "qk_norm": ("q_norm", "k_norm"),
     "attention": ("attn",),
     "matmul": ("q", "k", "v", "o", "gate", "up", "down", "router"),
+    "all_reduce": ("o_reduce", "down_reduce"),
     "geglu": ("geglu",),
     "experts": ("expert_out",),
     "lm_head": ("logits",),

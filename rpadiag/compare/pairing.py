@@ -21,8 +21,9 @@ from rpadiag.bits import UlpStats, to_numpy_bits, ulp_stats
 from rpadiag.compare.aggregate import Aggregate
 from rpadiag.compare.evidence import PositionCheck
 from rpadiag.compare.experts import Flips, count_flips, tied_tokens
+from rpadiag.compare.reductions import Reductions
 from rpadiag.errors import CaptureError
-from rpadiag.sites import region_of, split_site
+from rpadiag.sites import reduced_site, region_of, split_site
 
 if TYPE_CHECKING:
     import torch
@@ -115,6 +116,7 @@ class Pairing:
         self.sites = list(sites)
         self.precision = precision
         self.aggregate = Aggregate()
+        self.reductions = Reductions()
         for site in self.sites:
             self.aggregate.add(site)
 
@@ -123,7 +125,7 @@ class Pairing:
         totals: dict[str, _Sourced] = {}
         reader = _InputCache(pair.capture)
         present = set(pair.capture.sites)
-        wanted = [s for s in self.sites if s in present and s != "logprob"]
+        wanted = [s for s in self.sites if s in present and s != "logprob" and not reduced_site(s)]
 
         flips: dict[str, dict[str, Flips]] = {}
 
@@ -163,6 +165,8 @@ class Pairing:
         totals: Mapping[str, _Sourced],
         flips: dict[str, dict[str, Flips]],
     ) -> _Sourced:
+        if given := reduced_site(site):
+            return self._reduction(site, given, pair, reader, present)
         inputs = self.trainer.reads(site)
         if not inputs:
             raise _NoLocal("reads no captured site; its total is what it makes itself")
@@ -189,6 +193,18 @@ class Pairing:
             replayed, theirs = replayed[clear], theirs[clear]
             num_prompt_tokens = int(clear[:num_prompt_tokens].sum())
         return _by_source(site, replayed, theirs, num_prompt_tokens)
+
+    def _reduction(self, site: str, given: str, pair: SequencePair, reader: _InputCache, present: set[str]) -> _Sourced:
+        """An all-reduce fed the ranks' own partial products, against what the engine gave."""
+        if site not in present or given not in present:
+            raise _NoLocal("the partial products or their sum were not captured on the rollout stack")
+        partials, total = pair.capture.read(site), reader.read(given)
+        dtype = str(total.dtype).removeprefix("torch.")
+        bits = _bits(total)
+        ours = self.reductions.add(
+            split_site(site)[1], _bits(partials), bits, dtype="bfloat16" if dtype in ("int16", "uint16") else dtype
+        )
+        return _by_source(site, ours, bits, pair.num_prompt_tokens)
 
     def _rows(
         self,

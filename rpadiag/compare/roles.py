@@ -44,7 +44,7 @@ class Role:
     kind: str = "output"
 
 
-_OWN_REGIONS = {"geglu": "swiglu", "experts": "unknown"}
+_OWN_REGIONS = {"geglu": "swiglu", "experts": "unknown", "all_reduce": "unknown"}
 _OWN_KINDS = {"resid_attn": "residual", "resid_mlp": "residual", "logprob": "logprob", "logits": "logits"}
 
 # First match wins; names are lower case with separators as "_".

@@ -208,6 +208,7 @@ def _suspicion(site: str) -> str:
         "qk_norm": "epsilon and its order with RoPE",
         "attention": "mask, sliding window, softmax scale and KV-cache dtype",
         "matmul": "weights, bias and quantisation scales",
+        "all_reduce": "number of ranks, and a rank that is counted twice or not at all",
         "geglu": "activation function (GELU exact or by tanh) and gate/up order",
         "experts": "choice of experts, normalisation of their weights, activation and expert order",
         "lm_head": "weights, logit scaling and soft-capping",

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rpadiag.errors import InputError, UsageError, unknown_name
-from rpadiag.sites import LAYER_POINTS, inputs_of, sites_of
+from rpadiag.sites import LAYER_POINTS, REDUCED, inputs_of, sites_of, with_reductions
 
 if TYPE_CHECKING:
     import torch
@@ -58,9 +58,13 @@ class ModelFacts:
     @cached_property
     def sites(self) -> tuple[str, ...]:
         """Every site of this model in execution order."""
-        every = {p.name for p in LAYER_POINTS} - set(self.absent)
+        every = {p.name for p in LAYER_POINTS} - set(self.absent) - set(REDUCED)
         sparse, dense = every - set(DENSE_MLP_POINTS), every - set(EXPERT_POINTS)
         return tuple(sites_of([sparse if n in self.expert_layers else dense for n in range(self.num_layers)]))
+
+    def sites_over(self, num_ranks: int) -> tuple[str, ...]:
+        """Every site of an engine that cuts the model over so many ranks: those of the model, and the all-reduces."""
+        return tuple(with_reductions(self.sites)) if num_ranks > 1 else self.sites
 
     def reads(self, site: str) -> tuple[str, ...]:
         """Sites that the operation behind a site reads."""
@@ -69,7 +73,7 @@ class ModelFacts:
     @property
     def absent_reasons(self) -> dict[str, str]:
         """Why a point is absent, from the whole model or from some of its layers."""
-        reasons = dict(self.absent)
+        reasons = dict(self.absent) | dict.fromkeys(REDUCED, "the rollout engine runs on one rank and reduces nothing")
         some = f"experts in place of a dense MLP in {_numbers(self.expert_layers)}"
         dense = [n for n in range(self.num_layers) if n not in self.expert_layers]
         if self.expert_layers:

@@ -272,14 +272,14 @@ class VllmEngine:
 
     def _check(self, sequences: Sequence[TokenSequence], sites: Sequence[str], num_generate: int) -> None:
         limit = self._manifest["max_model_len"] - 1
-        check_scoring(self.facts, sequences, sites=sites, num_generate=num_generate, max_tokens=limit)
-        for site in sites:
-            if site not in self._sites:
-                raise CaptureError(
-                    f"site {site} was requested but cannot fire in engine vllm",
-                    detail="the model is compiled: its modules are not called, only attention and the head are seen",
-                    hint="start with enforce_eager=True (--mode eager), or ask for attn sites only",
-                )
+        unseen = [s for s in sites if s not in self._sites]
+        check_scoring(self.facts, sequences, sites=unseen, num_generate=num_generate, max_tokens=limit)
+        if unseen:
+            raise CaptureError(
+                f"site {unseen[0]} was requested but cannot fire in engine vllm",
+                detail="the model is compiled: its modules are not called, only attention and the head are seen",
+                hint="start with enforce_eager=True (--mode eager), or ask for attn sites only",
+            )
 
 
 def _check_model(model: str | Path) -> None:

@@ -20,8 +20,9 @@ import torch
 from rpadiag.engines.bundle_writer import BundleWriter, SequenceWriter
 from rpadiag.engines.families import Source, family_for
 from rpadiag.engines.vllm_points import is_compiled, shard_widths
+from rpadiag.engines.vllm_reduce import tap_reductions
 from rpadiag.errors import CaptureError, RpadiagError
-from rpadiag.sites import layer_site
+from rpadiag.sites import layer_site, reduced_site
 
 if TYPE_CHECKING:
     from rpadiag.engines.families import Family
@@ -144,7 +145,7 @@ class Recorder:
         inputs: dict[str, list[tuple[str, Source]]] = {}
         outputs: dict[str, list[tuple[str, Source]]] = {}
         for site in self.sites:
-            if site in ("logits", "logprob"):
+            if site in ("logits", "logprob") or reduced_site(site):
                 continue
             path, source = self._family.source(site, stack="rollout", num_layers=self._facts.num_layers)
             (inputs if source.take == "input" else outputs).setdefault(path, []).append((site, source))
@@ -152,6 +153,14 @@ class Recorder:
             self._hook(self._module(path, wanted).register_forward_pre_hook(self._reader(wanted), with_kwargs=True))
         for path, wanted in outputs.items():
             self._hook(self._module(path, wanted).register_forward_hook(self._reader(wanted, output=True)))
+        if reduced := {site: given for site in self.sites if (given := reduced_site(site))}:
+            self._undo += tap_reductions(
+                {self._module_of(given): site for site, given in reduced.items()}, self._record
+            )
+
+    def _module_of(self, site: str) -> torch.nn.Module:
+        path, source = self._family.source(site, stack="rollout", num_layers=self._facts.num_layers)
+        return self._module(path, [(site, source)])
 
     def _attach_attention(self) -> None:
         """Read q, k, v and the output of each layer's attention where the compiled graph calls it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rpadiag.sites import split_site
+from rpadiag.sites import REDUCED, split_site
 
 if TYPE_CHECKING:
     from rpadiag.engines.base import ModelFacts
@@ -46,3 +46,10 @@ def shard_widths(family: Family, facts: ModelFacts, num_ranks: int) -> dict[str,
     cut = dict.fromkeys(("q", "q_norm", "q_rope", "attn"), query) | dict.fromkeys(("k", "k_norm", "k_rope", "v"), key)
     cut |= dict.fromkeys(("gate", "up", "act"), facts.intermediate_size // num_ranks)
     return {point: cut.get(point, width) for point, width in widths.items()}
+
+
+def full_widths(family: Family, facts: ModelFacts, num_ranks: int) -> dict[str, int]:
+    """Width of every point once the shards of ``num_ranks`` ranks lie side by side, all-reduces included."""
+    widths = family.widths(facts)
+    reduced = {point: num_ranks * widths[given] for point, given in REDUCED.items() if given in widths}
+    return widths | (reduced if num_ranks > 1 else {})

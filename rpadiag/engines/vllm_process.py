@@ -121,7 +121,7 @@ class Host:
         compiled = described.pop("compiled")
         return {
             "facts": dataclasses.asdict(facts),
-            "sites": observable(facts.sites, compiled=compiled),
+            "sites": observable(facts.sites_over(arguments.get("tensor_parallel_size", 1)), compiled=compiled),
             "manifest": {
                 "vllm_version": __version__,
                 "torch_version": torch.__version__,

@@ -3,7 +3,7 @@
 A worker's :class:`ShardExtension` is called by name through vLLM's own executor, with plain values. Each rank appends to a
 bundle of its own, ``rank-R`` inside the target; when a sequence has ended on all ranks, :func:`merge_sequence` lays the
 shards side by side: column-parallel points (q, k, v, gate, up and what follows up to the row-parallel product) along the
-width in the order of ranks, replicated ones once. A replicated point whose ranks disagree is named in the bundle's ``meta``.
+width in the order of ranks, and so are the partial products that an all-reduce sums; replicated ones once. A replicated point whose ranks disagree is named in the bundle's ``meta``.
 Run with vLLM 0.32.0 (CPU, two workers).
 """
 
@@ -23,7 +23,7 @@ from rpadiag.engines.bundle import BundleCapture, BundleWriter, SequenceWriter
 from rpadiag.engines.bundle_writer import raw_name
 from rpadiag.engines.families import Family
 from rpadiag.engines.vllm_capture import CaptureExtension, Recorder
-from rpadiag.engines.vllm_points import describe
+from rpadiag.engines.vllm_points import describe, full_widths
 from rpadiag.errors import CaptureError, NotComparableError, RpadiagError, UsageError, from_plain
 from rpadiag.runs.manifest import differing_tensors
 from rpadiag.sites import split_site
@@ -159,8 +159,8 @@ class ShardedRecorder:
         self._engine = engine
         self.bundle = bundle
         self.sites = tuple(sites)
-        self._family, self._facts = family, facts
         self._num_ranks = int(engine.vllm_config.parallel_config.world_size)
+        self._widths = full_widths(family, facts, self._num_ranks)
         self._unequal: set[str] = set()
         self._open: dict[int, tuple[SequenceWriter, int]] = {}
         self._own_error: RpadiagError | None = None
@@ -193,7 +193,7 @@ class ShardedRecorder:
         raise_first([a["error"] for a in answers])
         first = answers[0]
         shards = [rank_directory(self.bundle.directory, r) for r in range(self._num_ranks)]
-        self._unequal |= merge_sequence(shards, index, num_rows, writer, self._family.widths(self._facts))
+        self._unequal |= merge_sequence(shards, index, num_rows, writer, self._widths)
         self.bundle.meta["ranks_unequal"] = sorted(self._unequal)
         return (
             np.array(first["positions"], np.int64),

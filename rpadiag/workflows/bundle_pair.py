@@ -11,7 +11,7 @@ from rpadiag.engines.base import ModelFacts, TokenSequence
 from rpadiag.engines.bundle import Bundle, open_bundle
 from rpadiag.errors import CaptureError, InputError, NotComparableError
 from rpadiag.runs.manifest import differing_tensors
-from rpadiag.sites import in_execution_order, match_sites, split_site
+from rpadiag.sites import in_execution_order, match_sites, reduced_site, split_site
 from rpadiag.workflows.options import BundlesOptions
 
 MAX_NAMED = 5
@@ -102,7 +102,7 @@ def common_sites(pair: BundlePair, patterns: Sequence[str]) -> tuple[list[str], 
     absent = {**dict(pair.trainer.meta.get("absent") or {}), **dict(pair.rollout.meta.get("absent") or {})}
     both = []
     for site in chosen:
-        if site == "logprob" or (site in ours and site in theirs):
+        if site == "logprob" or (site in theirs and (site in ours or reduced_site(site) in theirs)):
             both.append(site)
             continue
         why = f"only in the {'trainer' if site in ours else 'rollout'} bundle"

@@ -62,7 +62,7 @@ def prepare(options: CaptureOptions, progress: Progress) -> Job:
     from rpadiag.engines import checkpoint
     from rpadiag.engines.config_facts import config_facts
     from rpadiag.engines.families import family_for
-    from rpadiag.engines.vllm_points import observable
+    from rpadiag.engines.vllm_points import full_widths, observable
 
     model = resolve_model(options.model, progress)
     config = checkpoint.load_config(model, revision=options.revision, trust_remote_code=options.trust_remote_code)
@@ -70,7 +70,7 @@ def prepare(options: CaptureOptions, progress: Progress) -> Job:
     facts = family.facts(config)
     tokenizer = Tokenizer(model, options)
     prompts, sequences = _sequences(options, facts, tokenizer)
-    chosen = match_sites(options.sites, list(facts.sites))
+    chosen = match_sites(options.sites, list(facts.sites_over(options.tp)))
     if not options.sites:  # a site that was asked for and cannot be seen is an error later
         chosen = observable(chosen, compiled=options.mode == "compiled")
     return Job(
@@ -82,7 +82,7 @@ def prepare(options: CaptureOptions, progress: Progress) -> Job:
         facts=facts,
         config=config_facts(config),
         sites=tuple(s for s in chosen if s != "logprob"),
-        widths=family.widths(facts),
+        widths=full_widths(family, facts, options.tp),
         tokenizer=tokenizer,
     )
 

@@ -25,7 +25,7 @@ from rpadiag.compare.verdict import decide
 from rpadiag.findings import Finding, Verdict
 from rpadiag.runs import RunWriter, create_run
 from rpadiag.runs.manifest import differing_tensors
-from rpadiag.sites import match_sites, split_site
+from rpadiag.sites import REDUCED, in_execution_order, match_sites, reduced_site, split_site
 from rpadiag.workflows.compare_rows import prompt_row, token_columns
 from rpadiag.workflows.control import fp32_control
 from rpadiag.workflows.decoding import decode_finding, sample_tokens, sampling_of
@@ -80,7 +80,7 @@ def run_compare(
         run.set_effective(device=inputs.device, dtype=inputs.dtype)
         if prepare_trainer is not None:
             prepare_trainer(inputs.trainer)
-        chosen = match_sites(options.sites, list(inputs.facts.sites))
+        chosen = match_sites(options.sites, list(inputs.facts.sites_over(options.tp)))
         alignment = _align(options, inputs, run, stack)
         with progress.stage(f"start {options.rollout} engine"):
             rollout = stack.enter_context(
@@ -112,7 +112,7 @@ def run_compare(
             prepare_trainer=prepare_trainer,
         )
         run.set_manifest(
-            sites={"requested": list(chosen), "absent": inputs.facts.absent_reasons | dict(rollout.absent)},
+            sites={"requested": list(chosen), "absent": absent_points(options, inputs, rollout)},
             control={"precision": "fp32", "reason": control.reason, "num_tokens": control.num_tokens},
         )
         return conclude(
@@ -250,11 +250,19 @@ class _Inline(Executor):
 
 def with_inputs(sites: Sequence[str], inputs: Inputs) -> list[str]:
     """The sites to capture so that every chosen one can be replayed: the chosen ones and what they read."""
-    have = list(inputs.facts.sites)
     needed = set(sites)
     for site in sites:
         needed.update(inputs.trainer.reads(site))
-    return [s for s in have if s in needed and s != "logprob"]
+        if given := reduced_site(site):
+            needed.add(given)
+    return [s for s in in_execution_order(needed) if s != "logprob"]
+
+
+def absent_points(options: CompareOptions, inputs: Inputs, rollout: Rollout) -> dict[str, str]:
+    """Why a point is in neither stack, or not seen in the rollout."""
+    return {p: why for p, why in inputs.facts.absent_reasons.items() if not (options.tp > 1 and p in REDUCED)} | dict(
+        rollout.absent
+    )
 
 
 def conclude(
@@ -311,7 +319,9 @@ def conclude(
             no_local=no_local,
         )
     )
-    verdict = replace(verdict, evidence=(*verdict.evidence, *decode_finding(by_source, floors)))
+    verdict = replace(
+        verdict, evidence=(*verdict.evidence, *pairing.reductions.finding(), *decode_finding(by_source, floors))
+    )
     record_verdict(run, verdict)
     return Comparison(run=run.path, verdict=verdict, metrics=metrics, floors=floors)
 

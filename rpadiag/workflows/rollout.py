@@ -110,7 +110,8 @@ def start_rollout(
 def _vllm(engine: VllmEngine) -> Rollout:
     manifest = engine.manifest()
     invariant = ", batch-invariant" if manifest.get("env", {}).get("VLLM_BATCH_INVARIANT", "0") not in ("", "0") else ""
-    hidden = {split_site(s)[1] for s in engine.facts.sites} - {split_site(s)[1] for s in engine.sites}
+    every = engine.facts.sites_over(manifest["tensor_parallel_size"])
+    hidden = {split_site(s)[1] for s in every} - {split_site(s)[1] for s in engine.sites}
     reason = "the compiled engine calls no module at this point"
     absent = dict.fromkeys(sorted(hidden), reason)
     if manifest["head_dtype"] != manifest["dtype"]:

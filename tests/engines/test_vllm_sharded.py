@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from tiny import make_checkpoint, token_ids
+from tiny import HIDDEN, make_checkpoint, token_ids
 
 from rpadiag.engines.base import TokenSequence
 from rpadiag.engines.bundle import open_bundle
 from rpadiag.engines.trainer import TrainerEngine
+from rpadiag.runs import open_run
+from rpadiag.sites import reduced_site
+from rpadiag.workflows.compare import run_compare
+from rpadiag.workflows.options import CompareOptions
 
 pytest.importorskip("vllm")
 from rpadiag.engines.vllm import VllmEngine
@@ -44,7 +49,7 @@ def test_two_ranks_show_every_site_in_full_width_and_agree_with_one(captured) ->
     (_, one, _, _), (_, two, _, _) = captured[1], captured[2]
     for index in range(len(SEQUENCES)):
         a, b = one.capture(index), two.capture(index)
-        assert set(a.sites) == set(b.sites)
+        assert set(b.sites) - set(a.sites) == {s for s in b.sites if reduced_site(s)}
         if one.sequences[index].token_ids != two.sequences[index].token_ids:
             continue  # a sampled token differed
         for site in a.sites:
@@ -79,3 +84,32 @@ def test_ranks_agree_on_what_was_reduced_and_leave_no_files(captured) -> None:
     bundle = captured[2][1]
     assert bundle.meta["ranks_unequal"] == []
     assert not list(bundle.directory.glob("rank-*"))
+
+
+def test_partial_products_of_the_ranks_sum_to_what_the_engine_gave(captured) -> None:
+    capture = captured[2][1].capture(0)
+    for layer in (0, 1):
+        for point, given in (("o_reduce", "o"), ("down_reduce", "down")):
+            first, second = capture.read(f"layers.{layer}.{point}").split(HIDDEN, dim=1)
+            assert not torch.equal(first, second)
+            assert torch.equal(first + second, capture.read(f"layers.{layer}.{given}"))
+
+
+def test_a_comparison_over_two_ranks_says_what_the_all_reduce_rounds(checkpoint: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"token_ids": token_ids(24, seed=n)}) + "\n" for n in range(2)))
+    run_compare(
+        CompareOptions(
+            model=str(checkpoint), prompts=prompts, run=tmp_path / "run", device="cpu", tp=2, control="none",
+            sites=("o_reduce", "down_reduce", "o"),
+        )
+    )  # fmt: skip
+    run = open_run(tmp_path / "run")
+    rows = run.sites().query("region == 'all_reduce'")
+    assert set(rows["site"]) == {f"layers.{n}.{p}" for n in (0, 1) for p in ("o_reduce", "down_reduce")}
+    assert (rows["local_n"] == 24 * HIDDEN).all() and rows["n"].isna().all()
+    (finding,) = [f for f in run.findings if f["code"] == "all-reduce"]
+    assert "over 2 ranks (o_proj, down_proj)" in finding["text"]
+    assert finding["numbers"]["reproduced_by"] is not None
+    assert finding["numbers"]["num_elements"] == 2 * 24 * HIDDEN * 4
+    assert "o_reduce" not in run.manifest["sites"]["absent"]
