@@ -10,8 +10,9 @@ import typer
 from rpadiag.cli import options as shared
 from rpadiag.cli.bars import progress_on_stderr
 from rpadiag.cli.output import hint, number, print_findings, print_json, print_table, say
-from rpadiag.errors import EXIT_UNANSWERABLE
+from rpadiag.errors import EXIT_UNANSWERABLE, UsageError
 from rpadiag.rollouts.schemas import BY_NAME
+from rpadiag.workflows.options import ScoringOptions
 
 if TYPE_CHECKING:
     from rpadiag.workflows.rollouts import RolloutsResult
@@ -46,22 +47,62 @@ def rollouts(
         Path | None,
         typer.Option("--run", metavar="DIR", help="Directory to write, for reports and gates; it must not exist yet."),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="MODEL",
+            help="Score the tokens with this trainer: the weights that sampled them.  [default: the file's own column]",
+        ),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature", metavar="T", help="MODEL's logits are divided by it.  [default: the file's, or 1]"
+        ),
+    ] = None,
+    dtype: shared.Dtype = "bfloat16",
+    device: shared.Device = "auto",
+    attention: shared.Attention = "sdpa",
+    align: shared.Align = None,
+    contract: shared.AlignContract = None,
+    revision: shared.Revision = None,
+    trust_remote_code: shared.TrustRemoteCode = False,
     output_format: shared.Format = "table",
 ) -> None:
     """Check recorded rollouts for faults of the data, then measure how far trainer and rollout are apart.
 
     A shifted column, another tokenisation, a temperature on one side, a truncated support, stale weights or a stale prefix cache
-    is named and never counted as rounding; where the two sides are not comparable the exit code is 2.
+    is named and never counted as rounding; where the two sides are not comparable the exit code is 2. A file without the
+    trainer's log-probabilities is scored by MODEL.
 
     \b
     Examples:
       rpadiag rollouts token_exports/step_40 --run runs/step-40
       rpadiag rollouts train_data_step40.jsonl --schema nemo-rl --format json
+      rpadiag rollouts rollouts.jsonl --model checkpoints/step_40 --temperature 0.7
     """
     shared.check_format(output_format)
     from rpadiag.workflows.rollouts import RolloutsOptions, run_rollouts
 
-    options = RolloutsOptions(files=tuple(files), schema=schema, run=run)
+    scoring = None
+    if model is None:
+        _check_no_scoring(shared.given_options(context))
+    else:
+        scoring = ScoringOptions(
+            model=model,
+            dtype=dtype,
+            device=device,
+            attention=attention,
+            temperature=temperature,
+            align=shared.regions_of(align),
+            contract=contract,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
+        shared.check_contract(contract)
+        shared.require_stacks(vllm=False)
+    options = RolloutsOptions(files=tuple(files), schema=schema, run=run, scoring=scoring)
     with progress_on_stderr() as progress:
         result = run_rollouts(options, progress, given=shared.given_options(context))
     if output_format == "json":
@@ -72,6 +113,16 @@ def rollouts(
         hint(f"rpadiag report {run} --html {run}.html")
     if result.verdict is not None and result.verdict.kind in ("not comparable", "inconclusive"):
         raise typer.Exit(EXIT_UNANSWERABLE)
+
+
+def _check_no_scoring(given: dict[str, Any]) -> None:
+    """UsageError for an option that only means something with --model."""
+    for name in given:
+        if name not in ("files", "schema", "run", "output_format", "model"):
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(
+                f"{option} is of the trainer that scores the tokens", hint=f"add --model MODEL, or leave {option} out"
+            )
 
 
 def _show(result: RolloutsResult) -> None:

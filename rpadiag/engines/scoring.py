@@ -29,15 +29,23 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int]) -> torch.Tens
 
 
 def score_logits(
-    logits: torch.Tensor, token_ids: Sequence[int], *, positions: npt.NDArray[np.int64] | None = None
+    logits: torch.Tensor,
+    token_ids: Sequence[int],
+    *,
+    positions: npt.NDArray[np.int64] | None = None,
+    temperature: float = 1.0,
 ) -> TokenScores:
-    """Scores of tokens 1 .. T-1 from logits [T, V] of any float dtype; row T-1 is not read."""
+    """Scores of tokens 1 .. T-1 from logits [T, V] of any float dtype; row T-1 is not read.
+
+    temperature: float32 logits are divided by it, as samplers and trainers do before their log-softmax.
+    """
     targets = torch.as_tensor(token_ids, dtype=torch.int64, device=logits.device)[1:, None]
     rows = targets.shape[0]
     columns: list[list[torch.Tensor]] = [[], [], [], []]
     for start in range(0, rows, BLOCK_ROWS):
         block = slice(start, min(start + BLOCK_ROWS, rows))
-        logprobs = torch.log_softmax(logits[block].float(), dim=-1)
+        scaled = logits[block].float()
+        logprobs = torch.log_softmax(scaled if temperature == 1 else scaled / temperature, dim=-1)
         chosen = logprobs.gather(1, targets[block])
         # masked_fill: exp(-inf) * -inf would be NaN where a vocabulary is padded with -inf
         entropy = -(logprobs.exp() * logprobs.masked_fill(logprobs == -torch.inf, 0.0)).sum(-1)

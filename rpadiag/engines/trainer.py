@@ -157,17 +157,19 @@ class TrainerEngine:
         sites: Sequence[str] = (),
         on_site: OnSite | None = None,
         positions: Sequence[int] | None = None,
+        temperature: float = 1.0,
     ) -> TokenScores:
         """Score one sequence; ``on_site(site, tensor [T, W])`` is called for each requested site on the way.
 
-        A tensor is valid during its call only. ``logprob`` is [T-1, 1]: row t is token t+1. Raises CaptureError for
+        temperature: the scores are of logits divided by it; the site ``logits`` is not divided. A tensor is valid during its
+        call only. ``logprob`` is [T-1, 1]: row t is token t+1. Raises CaptureError for
         a site that never fired; whatever the forward or ``on_site`` raises, hooks and registry are as before.
         """
         reader = SiteReader(self.model, self.family, self.facts, sites, on_site or _ignore)
         with reader.attached():
             logits = self._logits([token_ids], positions=positions)[0]
         seen = None if reader.positions is None else reader.positions.numpy()
-        scores = scoring.score_logits(logits, token_ids, positions=seen)
+        scores = scoring.score_logits(logits, token_ids, positions=seen, temperature=temperature)
         if "logprob" in sites and on_site is not None:
             on_site("logprob", torch.from_numpy(scores.logprob)[:, None])
         return scores

@@ -21,9 +21,10 @@ def command_line(manifest: Mapping[str, Any]) -> str:
     options = manifest.get("options") or {}
     effective, given = options.get("effective") or {}, options.get("given") or {}
     words = ["rpadiag", str(manifest.get("command", ""))]
-    for value in (effective.get(k, given.get(k)) for k in POSITIONAL):
+    positional = POSITIONAL if words[1] != "rollouts" else ("files",)  # whose --model is an option
+    for value in (effective.get(k, given.get(k)) for k in positional):
         words += [str(v) for v in value] if isinstance(value, list) else [str(value)] if value is not None else []
-    named = {k: effective.get(k, v) for k, v in (given or effective).items() if k not in (*POSITIONAL, *NOT_REPEATED)}
+    named = {k: effective.get(k, v) for k, v in (given or effective).items() if k not in (*positional, *NOT_REPEATED)}
     if effective.get("run") is not None:
         named = {"run": effective["run"]} | named
     head = " ".join(shlex.quote(w) for w in words)
@@ -83,7 +84,8 @@ def _stack_words(stack: str, facts: Mapping[str, Any], manifest: Mapping[str, An
         words.append("eager" if facts["enforce_eager"] else f"compiled ({facts.get('compile_mode')})")
     aligned = facts.get("aligned")
     if isinstance(aligned, Mapping):
-        words.append(f"aligned: {', '.join(map(str, aligned.get('regions', [])))} to {aligned.get('contract')}")
+        contract = str(aligned.get("contract")).rsplit("/", 1)[-1]
+        words.append(f"aligned: {', '.join(map(str, aligned.get('regions', [])))} to {contract}")
     return [w for w in words if w]
 
 

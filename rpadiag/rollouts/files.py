@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +54,42 @@ class RolloutFiles:
         """The records of every file, in order."""
         for path in self.paths:
             yield from _parquet_chunks(path, self) if path.suffix == ".parquet" else _json_chunks(path, self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutRecords(RolloutFiles):
+    """Records that are in memory already, as a trainer has them: lists of numbers by column. ``paths`` holds their name alone."""
+
+    rows: tuple[Mapping[str, Any], ...]
+
+    def chunks(self) -> Iterator[Chunk]:
+        import pyarrow as pa
+
+        (path,) = self.paths
+        shape = _arrow_schema(dict(self.rows[0]), self, path)
+        for start in range(0, len(self.rows), ROWS_PER_BATCH):
+            some = self.rows[start : start + ROWS_PER_BATCH]
+            try:
+                columns = {f.name: pa.array([row[f.name] for row in some], type=f.type) for f in shape}
+            except (KeyError, pa.ArrowInvalid, pa.ArrowTypeError) as error:
+                raise InputError(
+                    f"{path}: records {start + 1} to {start + len(some)} are not like the first one", detail=str(error)
+                ) from error
+            yield Chunk(table=pa.table(columns), path=path, first=start)
+
+
+def rollout_records(
+    rows: Sequence[Mapping[str, Any]], *, schema: str | None = None, name: str = "records"
+) -> RolloutRecords:
+    """Records in memory under the schema that their columns, or ``schema``, say. name: what messages call them.
+
+    Raises InputError for no record or columns of no known schema.
+    """
+    if not rows:
+        raise InputError(f"{name} holds no record")
+    known = find_schema(list(rows[0]), schema, name)
+    columns = tuple(c for c in (*known.lists, *known.scalars) if c in rows[0])
+    return RolloutRecords(paths=(Path(name),), schema=known, columns=columns, rows=tuple(rows))
 
 
 def open_rollouts(given: Sequence[Path], *, schema: str | None = None) -> RolloutFiles:

@@ -353,3 +353,39 @@ class FingerprintOptions:
     def to_dict(self) -> dict[str, Any]:
         """The options as plain JSON values, paths as text."""
         return {k: _plain(v) for k, v in dataclasses.asdict(self).items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoringOptions:
+    """``rpadiag rollouts --model``: the trainer that scores recorded tokens.
+
+    model:   a local directory, a hub id, or the alias ``smollm2-135m``: the weights of the step that was recorded.
+    temperature: logits are divided by it; None is what the file records, and 1 where it records none.
+    align:   regions in which the trainer is aligned first. contract: what it then follows; None is ``fp32-output``.
+    """
+
+    model: str
+    dtype: str = "bfloat16"
+    device: str = "auto"
+    attention: str = "sdpa"
+    temperature: float | None = None
+    align: tuple[str, ...] = ()
+    contract: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, DTYPES)
+        _check_device(self.device)
+        _one_of("attention", self.attention, ATTENTIONS)
+        check_regions(self.align)
+        if self.temperature is not None and not self.temperature > 0:
+            raise UsageError(f"--temperature must be above 0, not {self.temperature:g}")
+        if self.contract is not None and not self.align:
+            raise UsageError(
+                "--contract names what an aligned trainer follows, and no region is aligned", hint="add --align all"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as plain JSON values."""
+        return {k: _plain(v) for k, v in dataclasses.asdict(self).items()}

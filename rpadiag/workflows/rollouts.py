@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from rpadiag.errors import InputError
 from rpadiag.findings import Finding, Verdict
-from rpadiag.workflows.progress import SILENT, Progress
+from rpadiag.workflows.options import ScoringOptions
+from rpadiag.workflows.progress import SILENT, Progress, Stage
 
 if TYPE_CHECKING:
     from rpadiag.compare.metric_sums import MetricSums
     from rpadiag.rollouts.batch import Batch
     from rpadiag.rollouts.files import RolloutFiles
     from rpadiag.runs import RunWriter
+    from rpadiag.workflows.rollouts_score import Scorer
 
 MAX_OUTLIERS_NAMED = 5
 BEYOND_ROUNDING = 0.25  # nats, mean |d|; rounding to BF16 was seen to make 0.02 to 0.12
@@ -27,15 +29,20 @@ BEYOND_ROUNDING = 0.25  # nats, mean |d|; rounding to BF16 was seen to make 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutsOptions:
-    """files: .jsonl or .parquet, or directories of them. schema: None to recognise it. run: directory to write, or None."""
+    """files: .jsonl or .parquet, or directories of them. schema: None to recognise it. run: directory to write, or None.
+
+    scoring: the trainer whose log-probabilities are taken in place of the file's; None takes the file's.
+    """
 
     files: tuple[Path, ...]
     schema: str | None = None
     run: Path | None = None
+    scoring: ScoringOptions | None = None
 
     def to_dict(self) -> dict[str, Any]:
         run = None if self.run is None else str(self.run)
-        return {"files": [str(f) for f in self.files], "schema": self.schema, "run": run}
+        scoring = {} if self.scoring is None else self.scoring.to_dict()
+        return {"files": [str(f) for f in self.files], "schema": self.schema, "run": run, **scoring}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,36 +70,57 @@ class RolloutsResult:
 
 
 def run_rollouts(
-    options: RolloutsOptions, progress: Progress = SILENT, *, given: Mapping[str, Any] | None = None
+    options: RolloutsOptions,
+    progress: Progress = SILENT,
+    *,
+    given: Mapping[str, Any] | None = None,
+    records: Sequence[Mapping[str, Any]] = (),
+    manifest: Mapping[str, Any] | None = None,
 ) -> RolloutsResult:
     """Read, check and measure; write ``options.run`` where one is named.
 
+    records: what a trainer has in memory, in place of ``options.files``: one mapping of lists for each sequence.
+    manifest: further entries of the run's manifest, such as the stacks that made the records.
     Raises InputError for files that cannot be read, that hold no trainer log-probabilities or no token that counts.
     """
-    from rpadiag.rollouts.files import open_rollouts
+    from rpadiag.rollouts.files import open_rollouts, rollout_records
     from rpadiag.runs import create_run
 
-    files = open_rollouts(options.files, schema=options.schema)
-    if not files.has_trainer:
+    files: RolloutFiles
+    if options.files:
+        files = open_rollouts(options.files, schema=options.schema)
+    else:
+        files = rollout_records(records, schema=options.schema)
+    if not files.has_trainer and options.scoring is None:
         raise InputError(
             f"{files.paths[0]} has no log-probabilities of the trainer (column {files.schema.trainer})",
             detail=f"it is of schema {files.schema.name} and has {', '.join(files.columns)}",
-            hint="record them as well (docs/rollouts.md), or hold the stacks against each other with rpadiag compare",
+            hint="score the tokens with the weights that sampled them: --model MODEL; or record the trainer's as well (docs/rollouts.md)",
         )
+    if options.scoring is not None:
+        from rpadiag.workflows.rollouts_score import check_scoring_model, start_scoring
+
+        check_scoring_model(options.scoring, progress)
     with ExitStack() as stack:
         run = None
+        source = {"schema": files.schema.name, "source": files.schema.source, "columns": list(files.columns)}
         if options.run is not None:
             run = stack.enter_context(
                 create_run(options.run, command="rollouts", options=options.to_dict(), given=given or {})
             )
-            source = {"schema": files.schema.name, "source": files.schema.source, "columns": list(files.columns)}
-            run.set_manifest(rollouts=source)
+            run.set_manifest(rollouts=source, **(manifest or {}))
         seen = _Seen()
+        scorer = None
+        if options.scoring is not None:
+            scorer = stack.enter_context(start_scoring(options.scoring, run, progress))
+        doing = "read" if scorer is None else "score"
         with progress.stage(
-            f"read {len(files.paths)} {'file' if len(files.paths) == 1 else 'files'} of {files.schema.name}"
-        ):
-            _read(files, seen, run)
-        result = _conclude(files, seen, options.run)
+            f"{doing} {len(files.paths)} {'file' if len(files.paths) == 1 else 'files'} of {files.schema.name}"
+        ) as stage:
+            _read(files, seen, run, scorer, stage)
+        if scorer is not None and run is not None:
+            run.set_manifest(rollouts={**source, "temperatures": sorted(scorer.temperatures)})
+        result = _conclude(files, seen, options.run, scorer)
         if run is not None:
             _record(run, result)
     return result
@@ -110,16 +138,19 @@ class _Seen:
         self.sums, self.observed = MetricSums(), Observed()
 
 
-def _read(files: RolloutFiles, seen: _Seen, run: RunWriter | None) -> None:
+def _read(files: RolloutFiles, seen: _Seen, run: RunWriter | None, scorer: Scorer | None, stage: Stage) -> None:
     from rpadiag.rollouts.batch import lay_out
 
     for chunk in files.chunks():
         batch = lay_out(chunk, files.schema, first=seen.observed.num_sequences)
+        columns: dict[str, Any] = {}
+        if scorer is not None:
+            batch, columns = scorer.score(batch, stage)
         seen.observed.add(batch)
         assert batch.p is not None  # asked before the first record
         seen.sums.add(batch.p, batch.q, sequence_ids=batch.row + batch.first)
         if run is not None:
-            _write(run, batch)
+            _write(run, batch, scorer, columns)
     if not seen.observed.num_sequences:
         raise InputError(f"{files.paths[0]} holds no record")
     if not seen.sums.num_tokens and not seen.observed.misfits:
@@ -130,7 +161,7 @@ def _read(files: RolloutFiles, seen: _Seen, run: RunWriter | None) -> None:
         )
 
 
-def _write(run: RunWriter, batch: Batch) -> None:
+def _write(run: RunWriter, batch: Batch, scorer: Scorer | None, scored: Mapping[str, Any]) -> None:
     import numpy as np
 
     int32 = np.int32
@@ -138,7 +169,7 @@ def _write(run: RunWriter, batch: Batch) -> None:
         {
             "prompt": batch.first + i,
             "num_prompt_tokens": int(batch.num_prompt[i]),
-            "text": None,
+            "text": None if scorer is None else scorer.prompt_text(batch, i),
             "token_ids": batch.ids[batch.starts[i] : batch.starts[i + 1]].astype(int32),
         }
         for i in range(batch.num_sequences)
@@ -151,11 +182,12 @@ def _write(run: RunWriter, batch: Batch) -> None:
         "source": np.full(len(batch.row), "decode"),
         "p": batch.p,
         "q": batch.q,
+        **scored,
     }
     run.add_tokens(columns)
 
 
-def _conclude(files: RolloutFiles, seen: _Seen, run: Path | None) -> RolloutsResult:
+def _conclude(files: RolloutFiles, seen: _Seen, run: Path | None, scorer: Scorer | None) -> RolloutsResult:
     from rpadiag.compare.metrics import metrics_of
     from rpadiag.rollouts.fault import KINDS
     from rpadiag.rollouts.faults import recognise
@@ -164,6 +196,8 @@ def _conclude(files: RolloutFiles, seen: _Seen, run: Path | None) -> RolloutsRes
     verdict = _verdict(faults)
     metrics: dict[str, Any] = {}
     findings = list(faults)
+    if scorer is not None:
+        findings += scorer.findings(faults)
     if verdict is None or verdict.kind != "not comparable":
         metrics = metrics_of(seen.sums)
         findings += _statements(metrics, faulty=bool(faults) or metrics["mean_abs_d"] > BEYOND_ROUNDING)
