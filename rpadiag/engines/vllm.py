@@ -65,6 +65,9 @@ class VllmEngine:
         self._request = request
         self._environment = dict(environment)
         self._device = device
+        # of the last score: seconds in vLLM's steps and in writing what they left on the device; bytes reserved on the GPU before
+        # it and at most (None on a CPU)
+        self.measured: dict[str, Any] = {}
         self._load(request)
 
     @classmethod
@@ -211,8 +214,24 @@ class VllmEngine:
             "meta": self.manifest(),
         }
         with _directory(bundle_dir) as directory:
-            self._process.request({**message, "directory": str(directory)}, on_finished=on_finished)
+            self.measured = self._process.request({**message, "directory": str(directory)}, on_finished=on_finished)
             return _results(directory)
+
+    def plain(
+        self, sequences: Sequence[TokenSequence], *, scored: bool = True, num_generate: int = 0
+    ) -> dict[str, Any]:
+        """The same tokens with nothing observed, one sequence after another: the baseline that capture is held against.
+
+        scored: ask vLLM for the logprobs of the prompt's tokens. num_generate: tokens to decode greedily after each.
+        Returns ``step_s`` (seconds in vLLM), ``logprobs`` (per sequence: of tokens 1 .. T-1 where scored, then of generated ones),
+        ``sampled`` (token ids per sequence), ``bytes_before`` and ``peak_bytes`` (reserved on the GPU; None on a CPU).
+        """
+        self._check(sequences, (), num_generate)
+        ids = [list(s.token_ids) for s in sequences]
+        found: dict[str, Any] = self._process.request(
+            {"do": "plain", "sequences": ids, "scored": scored, "num_generate": num_generate}
+        )
+        return found
 
     @contextlib.contextmanager
     def attention(self, num_tokens: int) -> Iterator[Attend]:

@@ -1,8 +1,8 @@
 """Capture inside a vLLM worker: hooks on its modules, rows given back to the sequences they belong to.
 
 vLLM packs the tokens of all running requests on one axis and may split a prompt over steps. Each step's
-:class:`Slice` list says which rows belong to which sequence; every hook cuts its tensor by it and appends the
-pieces to that sequence's file at once, so nothing needs to be cloned although vLLM's kernels work in place.
+:class:`Slice` list says which rows belong to which sequence; every hook cuts its tensor by it and hands the
+pieces to a :class:`rpadiag.engines.spool.Spool` at once, because vLLM's kernels work in place.
 
 Written for the V1 engine with either of its model runners, against the source of vLLM 0.32.0; run on 0.26.0 as well
 (docs/gpu-results.md).
@@ -19,6 +19,8 @@ import torch
 
 from rpadiag.engines.bundle_writer import BundleWriter, SequenceWriter
 from rpadiag.engines.families import Source, family_for
+from rpadiag.engines.spool import Spool
+from rpadiag.engines.vllm_head import entropy_and_argmax
 from rpadiag.engines.vllm_points import is_compiled, shard_widths
 from rpadiag.engines.vllm_reduce import tap_reductions
 from rpadiag.errors import CaptureError, RpadiagError
@@ -26,8 +28,6 @@ from rpadiag.sites import layer_site, reduced_site
 
 if TYPE_CHECKING:
     from rpadiag.engines.families import Family
-
-_BLOCK_ROWS = 64  # rows of logits in float32 at a time: 12 MB at a vocabulary of 49,152
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Slice:
 
 @dataclass(kw_only=True)
 class _Open:
-    """A sequence being captured. entropy and argmax have one element per row of logits, [T].
+    """A sequence being captured. heads: (first row, entropy, argmax) of rows of logits, where they were computed.
 
     given: tokens that its decode steps take in place of those that vLLM samples; None leaves vLLM its own.
     """
@@ -54,19 +54,15 @@ class _Open:
     max_rows: int
     given: list[int] | None = None
     positions: list[torch.Tensor] = field(default_factory=list)
-    entropy: torch.Tensor
-    argmax: torch.Tensor
+    heads: list[tuple[int, torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
-
-def entropy_and_argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Entropy (float32, nats) and most likely token of each row of logits [n, V], on the CPU."""
-    entropies, tokens = [], []
-    for block in logits.split(_BLOCK_ROWS):
-        logprobs = torch.log_softmax(block, dim=-1, dtype=torch.float32)
-        # a vocabulary padded with -inf: exp(-inf) * -inf would be NaN
-        entropies.append(-(logprobs.exp() * logprobs.clamp_min(-1e30)).sum(-1))
-        tokens.append(block.argmax(-1))
-    return torch.cat(entropies).cpu(), torch.cat(tokens).to("cpu", torch.int32)
+    def columns(self) -> tuple[np.ndarray, np.ndarray]:
+        """Entropy (NaN where no row of logits was seen) and argmax (-1 there) of every row, [T]."""
+        entropy, argmax = np.full(self.max_rows, np.nan, np.float32), np.full(self.max_rows, -1, np.int32)
+        for row, entropies, tokens in self.heads:
+            entropy[row : row + len(tokens)] = entropies.cpu().numpy()
+            argmax[row : row + len(tokens)] = tokens.cpu().numpy()
+        return entropy, argmax
 
 
 class Recorder:
@@ -88,6 +84,7 @@ class Recorder:
         self._scheduled: Any = None
         self._batch: Any = None
         self._undo: list[Callable[[], None]] = []
+        self.spool = Spool.for_device(next(self.model.parameters()).device)
         config = self.model.config
         self._family: Family = family_for(config.architectures)
         self._facts = self._family.facts(config)
@@ -110,21 +107,23 @@ class Recorder:
             num_rows=0,
             max_rows=rows,
             given=given,
-            entropy=torch.full((rows,), torch.nan),
-            argmax=torch.full((rows,), -1, dtype=torch.int32),
         )
 
     def end(self, sequence: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, SequenceWriter]:
         """(positions [T], entropy [T-1], argmax [T-1], writer) of a finished sequence; its rows are all there."""
         opened = self._open.pop(sequence)
-        if opened.num_rows < opened.max_rows or bool((opened.argmax[:-1] < 0).any()):
+        self.spool.flush()
+        entropy, argmax = opened.columns()
+        if opened.num_rows < opened.max_rows or bool((argmax[:-1] < 0).any()):
             raise CaptureError(
                 f"sequence {sequence} was seen for {opened.num_rows} of {opened.max_rows} tokens in engine vllm",
-                detail=f"{int((opened.argmax[:-1] >= 0).sum())} rows of logits were seen",
-                hint="tokens from a cache and steps inside a CUDA graph are not seen: start with enforce_eager=True",
+                detail=f"{int((argmax[:-1] >= 0).sum())} rows of logits were seen; tokens from a cache and steps inside a full CUDA "
+                "graph are not",
+                hint="start with enforce_eager=True (--mode eager), or leave attention outside of graphs: "
+                """--engine-arg 'compilation_config={"cudagraph_mode": "PIECEWISE"}'""",
             )
         positions = torch.cat(opened.positions)[: opened.max_rows].numpy()
-        return positions, opened.entropy[:-1].numpy(), opened.argmax[:-1].numpy(), opened.writer
+        return positions, entropy[:-1], argmax[:-1], opened.writer
 
     # -- attaching ---------------------------------------------------------------------------------
 
@@ -187,6 +186,7 @@ class Recorder:
         """Take every hook and wrapper back."""
         while self._undo:
             self._undo.pop()()
+        self.spool.drop()
 
     def check_fired(self) -> None:
         """CaptureError unless every requested site fired."""
@@ -320,7 +320,7 @@ class Recorder:
                 count = min(piece.count, opened.max_rows - piece.row)
                 if count > 0:
                     rows = tensor[piece.start : piece.start + count]
-                    opened.writer.append(site, rows, row=piece.row)
+                    self.spool.append(opened.writer, site, rows, row=piece.row)
         except RpadiagError as error:
             self.error = error
 
@@ -372,11 +372,10 @@ class Recorder:
                 self._take_logits(opened, row, logits[index : index + 1])
 
     def _take_logits(self, opened: _Open, row: int, logits: torch.Tensor) -> None:
-        end = row + logits.shape[0]
-        opened.entropy[row:end], opened.argmax[row:end] = entropy_and_argmax(logits)
+        opened.heads.append((row, *entropy_and_argmax(logits)))
         if "logits" in self.sites:
             self.fired.add("logits")
-            opened.writer.append("logits", logits, row=row)
+            self.spool.append(opened.writer, "logits", logits, row=row)
 
 
 class CaptureExtension:

@@ -27,6 +27,7 @@ import numpy as np
 from rpadiag.engines.base import ModelFacts, TokenScores
 from rpadiag.engines.bundle_writer import BundleWriter
 from rpadiag.engines.vllm_effective import effective
+from rpadiag.engines.vllm_plain import peak_memory, run_plain
 from rpadiag.errors import EngineError, InputError, RpadiagError, unknown_name
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class Host:
         self._found: Any = None  # OneWorker or ManyWorkers
         self._device = "cpu"
         self._delivered: dict[str, str] = {}
+        self._measured = {"step_s": 0.0, "spool_s": 0.0}
 
     # -- commands ----------------------------------------------------------------------------------
 
@@ -151,8 +153,10 @@ class Host:
         top_p: float,
         seed: int,
         meta: dict[str, Any],
-    ) -> None:
-        """Score sequences, and capture ``sites`` of them, into a new bundle."""
+    ) -> dict[str, Any]:
+        """Score sequences, and capture ``sites`` of them, into a new bundle. Returns what it took, as ``VllmEngine.measured``."""
+        self._measured = {"step_s": 0.0, "spool_s": 0.0}
+        before = peak_memory(reset=True)
         if decode:
             sequences = [{**s, "given": s["token_ids"][s["num_prompt_tokens"] :]} for s in sequences]
             sequences = [{**s, "token_ids": s["token_ids"][: s["num_prompt_tokens"]]} for s in sequences]
@@ -168,6 +172,11 @@ class Host:
                 recorder.check_fired()
             finally:
                 recorder.detach()
+        return {**self._measured, "bytes_before": before, "peak_bytes": peak_memory()}
+
+    def do_plain(self, *, sequences: list[list[int]], scored: bool, num_generate: int) -> dict[str, Any]:
+        """Prompts with nothing observed, one by one: see :meth:`rpadiag.engines.vllm.VllmEngine.plain`."""
+        return run_plain(self._engine, sequences, scored=scored, num_generate=num_generate)
 
     def do_attention(self, *, num_tokens: int) -> None:
         """Hold a forward of ``num_tokens`` tokens at its first attention, and run attention for the parent there."""
@@ -221,7 +230,10 @@ class Host:
             )
             engine.add_request(str(index), {"prompt_token_ids": ids}, parameters)
         while engine.has_unfinished_requests():
-            for output in engine.step():
+            began = time.monotonic()
+            outputs = engine.step()
+            self._measured["step_s"] += time.monotonic() - began
+            for output in outputs:
                 if output.finished and recorder.error is None:
                     index = int(output.request_id)
                     self._finish(
@@ -251,7 +263,9 @@ class Host:
         given = [output.prompt_logprobs[t][ids[t]] for t in range(1, len(ids))]
         given += [output.outputs[0].logprobs[i][token] for i, token in enumerate(sampled)]
         try:
+            began = time.monotonic()
             positions, entropy, argmax, writer = recorder.end(index)
+            self._measured["spool_s"] += time.monotonic() - began
             scores = TokenScores(
                 logprob=np.array([x.logprob for x in given], np.float32),
                 entropy=entropy,

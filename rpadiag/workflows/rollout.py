@@ -100,11 +100,23 @@ def start_rollout(
         tensor_parallel_size=options.tp,
         revision=options.revision,
         trust_remote_code=options.trust_remote_code,
-        extra=options.extra,
+        extra=_extra(options, inputs.device),
         timeout_s=options.timeout_s,
     ) as engine:
         yield _vllm(engine)
     log.unlink(missing_ok=True)  # it is quoted when the engine fails, and holds paths of the machine
+
+
+def _extra(options: CompareOptions | CaptureOptions, device: str) -> dict[str, Any]:
+    """Further engine arguments: the user's, and graphs in pieces where compiled decode steps are to be seen on a GPU.
+
+    vLLM's default replays a decode step as one CUDA graph, in which nothing can be seen; PIECEWISE leaves attention outside of graphs,
+    where its kernel may split keys otherwise than in the graph.
+    """
+    extra = options.extra
+    if options.mode == "compiled" and options.generate and device != "cpu":
+        extra.setdefault("compilation_config", {"cudagraph_mode": "PIECEWISE"})
+    return extra
 
 
 def _vllm(engine: VllmEngine) -> Rollout:
