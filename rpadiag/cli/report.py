@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,11 +14,12 @@ from rpadiag.errors import UsageError
 from rpadiag.findings import GATE_WORDS
 
 if TYPE_CHECKING:
-    from rpadiag.findings import Judgement
+    from rpadiag.findings import Finding, Judgement
+    from rpadiag.runs import Run
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories, of one model and prompts.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories; several stand side by side.")],
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="HTML file to write; replaced if it exists.")
     ] = None,
@@ -54,12 +56,14 @@ def report(
 ) -> None:
     """Draw runs into a single HTML file, summarise them in Markdown or JUnit, and hold gates against them.
 
-    Several runs (a comparison and a bisection) must be of the same tokens and weights. Leaves with 1 when a gate
+    A comparison and a bisection must be of the same tokens and weights, and share a part of the page; any other runs stand
+    side by side, their numbers in columns. Leaves with 1 when a gate
     fails and with 2 when one cannot be answered.
 
     \b
     Examples:
       rpadiag report runs/compare runs/bisect --html report.html
+      rpadiag report runs/monday runs/tuesday runs/now --html report.html
       rpadiag report runs/now --gate 'k3_kl<=1e-3' --gate 'first_divergent_site==none'
       rpadiag report runs/now --policy gates.toml --baseline runs/good --junit gates.xml
       rpadiag report runs/now --history runs --html report.html
@@ -71,7 +75,7 @@ def report(
     if html is not None:
         from rpadiag.reports.html import write_report
 
-        write_report(runs, html, judgement=judgement, history=history or [])
+        write_report(runs, html, judgement=judgement, history=history or [], changes=_changes(runs))
     if markdown is not None:
         from rpadiag.reports.markdown import write_markdown
 
@@ -117,6 +121,21 @@ def _judged(runs: list[Path], texts: list[str], policy: Path | None, baseline: l
         base = baseline_for(run, bases)
         changes += changes_between(base, run) if base is not None else []
     return Judgement(gates=tuple(results), changes=tuple(changes), baselines=tuple(str(b.path) for b in bases))
+
+
+def _changes(runs: list[Path]) -> list[tuple[str, str, Sequence[Finding]]]:
+    """What changed from each run to the next of the same command."""
+    from rpadiag.gates import changes_between
+    from rpadiag.runs import open_run
+
+    out: list[tuple[str, str, Sequence[Finding]]] = []
+    before: dict[str, Run] = {}
+    for run in (open_run(path) for path in runs):
+        command = str(run.manifest.get("command"))
+        if command in before:
+            out.append((before[command].path.name, run.path.name, changes_between(before[command], run)))
+        before[command] = run
+    return out
 
 
 def _show(judgement: Judgement | None, files: list[Path], output_format: str) -> None:

@@ -126,7 +126,10 @@ def _setup(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Finding]
 def _short(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{k}={_short(v)}" for k, v in value.items() if not isinstance(v, Mapping)) or "set"
-    return str(value)
+    if isinstance(value, list):
+        return " and ".join(map(str, value)) or "none"
+    text = "nothing" if value is None else str(value)
+    return text.rsplit("/", 1)[-1] if text.startswith("/") else text  # a path says where, not what
 
 
 def _packages(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Finding]:

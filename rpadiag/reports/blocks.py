@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rpadiag.reports import figures_attribution, figures_control, figures_sites, figures_tokens, pooling
+from rpadiag.reports import figures_attribution, figures_control, figures_sites, figures_tokens, pooling, site_details
 from rpadiag.reports.glossary import METRICS
 from rpadiag.reports.view import Block, Column, Table, TokenInContext, count, is_missing, number, percent, plural, words
 from rpadiag.runs import Run
@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
 NUM_WORST = 20
-NUM_PROMPTS = 30
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 
 
-def sites_block(run: Run, sites: pd.DataFrame, key: str, *, compared: bool) -> Block | None:
+def sites_block(
+    run: Run, sites: pd.DataFrame, histograms: site_details.Histograms, key: str, *, compared: bool
+) -> Block | None:
     model = sites[sites["precision"] == "model"]
     if not len(model):
         return None
@@ -30,7 +31,9 @@ def sites_block(run: Run, sites: pd.DataFrame, key: str, *, compared: bool) -> B
     layers = by_site["layer"].dropna()
     num_layers = int(layers.max()) + 1 if len(layers) else 0
     dtype = str((run.manifest.get("trainer") or {}).get("dtype", ""))
-    figures = [figures_sites.site_map(f"{key}-map", by_site, by_point, num_layers)]
+    fp32 = pooling.pool_sites(sites, precision="fp32", by=("layer", "point"))
+    details = site_details.explorer(by_site, by_point, fp32, histograms, num_layers)
+    figures = [figures_sites.site_map(f"{key}-map", by_site, by_point, num_layers, details)]
     depth = figures_sites.depth_panels(f"{key}-depth", by_site, num_layers, UNIT_ROUNDOFF.get(dtype))
     unmeasured = by_point[by_point["local_differing"].isna()]
     notes = [f"Not measured locally: {_reasons(unmeasured)}."] if len(unmeasured) else []
@@ -210,64 +213,3 @@ def metrics_block(metrics: Mapping[str, Any], key: str) -> Block | None:
 
 def _written(value: Any, form: str) -> str:
     return {"count": count, "percent": percent}.get(form, number)(value)
-
-
-def prompts_block(run: Run, scored: pd.DataFrame, key: str) -> Block | None:
-    prompts = run.prompts(["prompt", "num_tokens", "num_prompt_tokens", "text"])
-    if not len(prompts) or not len(scored):
-        return None
-    mean = scored.assign(a=np.abs(scored["d"])).groupby("prompt")["a"].agg(["mean", "max"])
-    prompts = prompts.merge(mean, left_on="prompt", right_index=True, how="left").sort_values(
-        "mean", ascending=False, kind="stable"
-    )
-    shown = prompts.head(NUM_PROMPTS)
-    rows = [
-        [
-            str(int(r["prompt"])),
-            _short(r["text"]),
-            count(r["num_prompt_tokens"]),
-            count(r["num_tokens"] - r["num_prompt_tokens"]),
-            number(r["mean"]),
-            number(r["max"]),
-        ]
-        for _, r in shown.iterrows()
-    ]
-    outliers = [
-        str(s["prompt"]) for s in ((run.metrics.get("logprob") or {}).get("all") or {}).get("sequence_outliers") or []
-    ]
-    far = (
-        f" Far above the others (more than 5 robust standard deviations over the median): {', '.join(outliers)}."
-        if outliers
-        else ""
-    )
-    more = (
-        f"The {NUM_PROMPTS} furthest apart of {count(len(prompts))}."
-        if len(prompts) > NUM_PROMPTS
-        else "Furthest apart first."
-    )
-    return Block(
-        key=f"{key}-prompts",
-        title="Prompts",
-        lead=[more + far],
-        tables=[
-            Table(
-                caption="Prompts by mean |d|",
-                columns=[
-                    Column(title="#"),
-                    Column(title="text", numeric=False),
-                    Column(title="prompt tokens"),
-                    Column(title="generated"),
-                    Column(title="mean |d|, nats"),
-                    Column(title="max |d|, nats"),
-                ],
-                rows=rows,
-            )
-        ],
-    )
-
-
-def _short(text: Any, width: int = 110) -> str:
-    if not isinstance(text, str):
-        return "(no text)"
-    flat = " ".join(text.split())
-    return flat if len(flat) <= width else flat[: width - 1] + "\u2026"

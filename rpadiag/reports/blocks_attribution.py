@@ -56,6 +56,18 @@ def attribution_block(run: Run, key: str, *, alone: bool) -> Block | None:
     )
 
 
+def attribution_numbers(run: Run) -> dict[str, tuple[float, float]]:
+    """Part -> (systematic part, standard error) in nats squared; ``all`` together and ``self``, the control."""
+    shown = figures_attribution.part_rows(run.attribution())
+    return {
+        (str(r["region"]) if r["design"] == "each" else str(r["design"])): (
+            float(r["systematic_sq"]),
+            float(r["systematic_sq_se"]),
+        )
+        for r in _records(shown)
+    }
+
+
 def _method(rows: pd.DataFrame) -> str:
     first = rows.iloc[0]
     sequences = first["num_sequences"]

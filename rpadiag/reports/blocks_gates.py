@@ -55,7 +55,7 @@ def changes_block(judgement: Judgement) -> Block | None:
         tables=[
             Table(
                 caption="Changed since the baseline",
-                columns=[Column(title=t, numeric=False) for t in ("", "region", "what changed")],
+                columns=[Column(title=t, numeric=False) for t in ("severity", "region", "what changed")],
                 rows=rows,
                 emphasis=[i for i, f in enumerate(judgement.changes) if f.severity in ("warning", "error")],
             )

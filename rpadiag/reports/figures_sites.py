@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,8 +34,13 @@ VIEWS = (
 )
 
 
-def site_map(key: str, by_site: pd.DataFrame, by_point: pd.DataFrame, num_layers: int) -> Figure:
-    """Points (rows, in execution order) by layer (columns); colour is the share of elements differing."""
+def site_map(
+    key: str, by_site: pd.DataFrame, by_point: pd.DataFrame, num_layers: int, details: Mapping[str, Any]
+) -> Figure:
+    """Points (rows, in execution order) by layer (columns); colour is the share of elements differing.
+
+    details: what opens behind a cell, see :mod:`rpadiag.reports.site_details`.
+    """
     points = list(by_point["point"])
     rows = {p: i for i, p in enumerate(points)}
     data: list[dict[str, Any]] = []
@@ -61,9 +67,9 @@ def site_map(key: str, by_site: pd.DataFrame, by_point: pd.DataFrame, num_layers
                 ticktext=["in", *(str(t) for t in ticks[1:-1]), "out"],
                 showgrid=False,
                 range=[-1.6, num_layers + 0.6],
-                domain=[0, 0.93],
+                domain=[0, 0.9],
             ),
-            xaxis2=axis(domain=[0.935, 1], range=[0, 1], visible=False, fixedrange=True),
+            xaxis2=axis(domain=[0.905, 1], range=[0, 1], visible=False, fixedrange=True),
             yaxis=axis(
                 tickvals=list(rows.values()),
                 ticktext=points,
@@ -91,6 +97,7 @@ def site_map(key: str, by_site: pd.DataFrame, by_point: pd.DataFrame, num_layers
         ),
         choices=choices,
         table=site_table(by_point),
+        explorer=details,
     )
 
 

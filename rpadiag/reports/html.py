@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from rpadiag.errors import InputError, NotComparableError, UsageError
-from rpadiag.findings import Judgement
-from rpadiag.reports import sections, theme, trend
+from rpadiag.findings import Finding, Judgement
+from rpadiag.reports import beside, sections, theme, trend
 from rpadiag.reports.view import Figure, Section
 from rpadiag.runs import Run, check_same_inputs, open_run
 
 TEMPLATES = Path(__file__).parent / "templates"
+SCRIPTS = ("report.js", "sites.js", "sequences.js")  # in this order, in one script element
+
+Changes = tuple[str, str, Sequence[Finding]]  # earlier run, later run, what changed between them
 
 
 def write_report(
@@ -26,10 +29,12 @@ def write_report(
     *,
     judgement: Judgement | None = None,
     history: Sequence[Path] = (),
+    changes: Sequence[Changes] = (),
 ) -> Path:
     """Draw runs as one HTML file and return its path.
 
-    judgement: gates and changes to show first. history: further runs, drawn in the trend of metrics alone.
+    judgement: gates and changes to show first. history: further runs, drawn in the trend of metrics alone. changes: what
+    :func:`rpadiag.gates.changes_between` says of runs that stand side by side.
     A comparison and the bisections of the same inputs share a section; any other runs get one each. Tokens
     that the rollout generated are not part of the inputs. Raises NotComparableError where the only comparison and a
     bisection are of different inputs, InputError for a run that is not complete or a file that cannot be written. The file appears whole or not at all.
@@ -38,7 +43,12 @@ def write_report(
         raise UsageError("no run to report", hint="rpadiag report RUN... --html FILE")
     with whole_file(html_path) as part:
         runs = [open_run(path) for path in run_dirs]
-        page = [sections.build(group, f"s{i}") for i, group in enumerate(grouped(runs))]
+        groups = grouped(runs)
+        page = [sections.build(group, f"s{i}") for i, group in enumerate(groups)]
+        if len(groups) > 1:
+            names = beside.names_of([group[0] for group in groups])
+            page = [dataclasses.replace(s, title=f"{n}: {s.title}") for n, s in zip(names, page, strict=True)]
+            page.insert(0, beside.side_by_side(groups, changes))
         if judgement is not None:
             page[0] = sections.judged(page[0], judgement)
         earlier, passed = trend.gather(history)
@@ -123,7 +133,6 @@ def _render(page: Sequence[Section]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    figures = [f for s in page for b in s.blocks for f in b.figures]
     of_runs = [s for s in page if s.records]
     return environment.get_template("report.html.j2").render(
         title=page[0].title if len(of_runs) == 1 else f"{page[0].title} and {len(of_runs) - 1} more",
@@ -133,10 +142,22 @@ def _render(page: Sequence[Section]) -> str:
         light=Markup(theme.css_variables(theme.LIGHT)),
         dark=Markup(theme.css_variables(theme.DARK)),
         css=Markup((TEMPLATES / "report.css").read_text(encoding="utf-8")),
-        report_js=Markup((TEMPLATES / "report.js").read_text(encoding="utf-8")),
+        report_js=Markup("\n".join((TEMPLATES / name).read_text(encoding="utf-8") for name in SCRIPTS)),
         plotly_js=Markup(get_plotlyjs()),
-        figures_json=Markup(script_json({"twins": theme.dark_twins(), "list": [_spec(f) for f in figures]})),
+        figures_json=Markup(script_json(_data(page))),
     )
+
+
+def _data(page: Sequence[Section]) -> dict[str, Any]:
+    """What the scripts read: colours, figures, what opens behind the cells of maps, the packed sequences."""
+    blocks = [b for s in page for b in s.blocks]
+    figures = [f for b in blocks for f in b.figures]
+    return {
+        "twins": theme.dark_twins(),
+        "list": [_spec(f) for f in figures],
+        "sites": {f.key: f.explorer for f in figures if f.explorer is not None},
+        "packed": {b.sequences.key: b.sequences.packed for b in blocks if b.sequences is not None},
+    }
 
 
 def _spec(figure: Figure) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def _summary(runs: Sequence[Run]) -> str:
         ]
     lines += [f"{plain(name)}: {plain(text)}  " for name, text in top.stacks]
     lines += _metrics_table(runs[0].metrics)
-    statements = top.findings[:NUM_FINDINGS]
+    statements = [*top.findings, *top.further][:NUM_FINDINGS]
     if statements:
         lines += [
             "",

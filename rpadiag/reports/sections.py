@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from rpadiag.findings import Judgement
-from rpadiag.reports import blocks, blocks_attribution, blocks_gates, records
-from rpadiag.reports.reading import read_sites, read_tokens
-from rpadiag.reports.view import Block, Section, Statement, Tile, count, is_missing, number, percent, plural
+from rpadiag.reports import blocks, blocks_attribution, blocks_contracts, blocks_gates, records, sequences
+from rpadiag.reports.reading import read_histograms, read_sites, read_tokens
+from rpadiag.reports.view import Block, Section, Statement, Tile, count, is_missing, number, percent, plural, spoken
 from rpadiag.runs import Run
 
-NUM_FINDINGS = 5
+NUM_FINDINGS = 3
 
 
 def build(runs: Sequence[Run], key: str) -> Section:
@@ -38,7 +38,7 @@ def headline(runs: Sequence[Run]) -> Section:
         title=_title(main),
         subtitle=_subtitle(runs),
         kind=str(verdict["kind"]) if verdict else None,
-        sentence=_without_kind(verdict) if verdict else None,
+        sentence=spoken(_without_kind(verdict)) if verdict else None,
         stacks=records.stack_lines(main.manifest),
         tiles=_tiles(main.metrics),
         findings=shown,
@@ -80,7 +80,9 @@ def _findings(runs: Sequence[Run], verdict: Mapping[str, Any] | None) -> tuple[l
     for f in ranked:
         if f["text"] not in seen:
             seen.add(f["text"])
-            statements.append(Statement(severity=f["severity"], text=f["text"], about=f.get("site") or f.get("region")))
+            statements.append(
+                Statement(severity=f["severity"], text=spoken(f["text"]), about=f.get("site") or f.get("region"))
+            )
     return statements[:NUM_FINDINGS], statements[NUM_FINDINGS:]
 
 
@@ -89,7 +91,10 @@ def _tiles(metrics: Mapping[str, Any]) -> list[Tile]:
     if not values:
         return []
     floors = [f for f in metrics.get("floors") or [] if not is_missing(f.get("mean_abs_d"))]
-    beside = ", ".join(f"{f['stack']} {number(f['mean_abs_d'], 2)}" for f in floors)
+    highest = {str(f["stack"]): 0.0 for f in floors}
+    for f in floors:
+        highest[str(f["stack"])] = max(highest[str(f["stack"])], float(f["mean_abs_d"]))
+    beside = ", ".join(f"{stack} {number(value, 2)}" for stack, value in highest.items())
     tokens = f"n = {count(values.get('num_tokens'))} tokens"
     tiles = [
         Tile(
@@ -125,7 +130,7 @@ def _blocks(main: Run, bisects: Sequence[Run], key: str) -> list[Block | None]:
     sites = read_sites(main)
     tokens, scored = read_tokens(main)
     compared = main.manifest.get("command") != "bisect"
-    where = blocks.sites_block(main, sites, key, compared=compared)
+    where = blocks.sites_block(main, sites, read_histograms(main), key, compared=compared)
     which = [
         blocks_attribution.attribution_block(b, f"{key}-attribution{'' if i == 0 else i + 1}", alone=b is main)
         for i, b in enumerate(bisects)
@@ -133,9 +138,10 @@ def _blocks(main: Run, bisects: Sequence[Run], key: str) -> list[Block | None]:
     return [
         *([where, *which] if compared else [*which, where]),
         blocks.logprob_block(scored, key),
+        sequences.sequences_block(main, scored, key),
         blocks.worst_block(tokens, scored, key),
+        blocks_contracts.contracts_block(main, key),
         blocks.floors_block(main, key),
         blocks.control_block(main, sites, key),
         blocks.metrics_block(main.metrics, key),
-        blocks.prompts_block(main, scored, key),
     ]

@@ -18,7 +18,8 @@ class Palette:
 
     page, panel, sunken: surfaces; ink, soft, faint: text; line, grid: rules; local: what is made at a site, and
     the main series; second: a second series; muted: context (inherited, noise floors); wash: tint under the main
-    series; scale0..scale4: shares from 0 to 100 %; good, info, caution, bad: verdicts; *_wash: their surfaces.
+    series; scale0..scale4: shares from 0 to 100 %; good, info, caution, bad: verdicts; *_wash: their surfaces;
+    less1..less3, more1..more3: tints under a token that the trainer finds less or more likely than the rollout.
     """
 
     page: str
@@ -46,6 +47,12 @@ class Palette:
     caution_wash: str
     bad: str
     bad_wash: str
+    less1: str
+    less2: str
+    less3: str
+    more1: str
+    more2: str
+    more3: str
 
 
 LIGHT = Palette(
@@ -74,6 +81,12 @@ LIGHT = Palette(
     caution_wash="#fbf0dc",
     bad="#a92323",
     bad_wash="#fbe7e5",
+    less1="#fcebd9",
+    less2="#f8cfa4",
+    less3="#f0a55f",
+    more1="#e2edf9",
+    more2="#b9d5f2",
+    more3="#84b4e6",
 )
 
 DARK = Palette(
@@ -102,6 +115,12 @@ DARK = Palette(
     caution_wash="#36290f",
     bad="#f28b82",
     bad_wash="#3d1b1a",
+    less1="#35281c",
+    less2="#57391b",
+    less3="#854d15",
+    more1="#1c2a3a",
+    more2="#1f4063",
+    more3="#245c94",
 )
 
 

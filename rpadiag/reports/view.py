@@ -6,6 +6,7 @@ Also the one way that numbers are written in reports, so that the same value rea
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +50,8 @@ class Figure:
     """A plot: Plotly data and layout in light colours.
 
     narrow: layout keys that replace those of ``layout`` on a phone. alt: what the plot says, for those who do
-    not see it. table: the same numbers.
+    not see it. table: the same numbers. explorer: what each cell of a map opens, as the script of the page reads it
+    (see :mod:`rpadiag.reports.site_details`).
     """
 
     key: str
@@ -61,6 +63,7 @@ class Figure:
     alt: str
     choices: Sequence[Choice] = ()
     table: Table | None = None
+    explorer: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +79,53 @@ class TokenInContext:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SequenceRow:
+    """A sequence in the list of those furthest apart. name: how its prompt begins. share: its bar, of the longest one."""
+
+    prompt: int
+    name: str
+    cells: Sequence[str]
+    share: float
+    outlier: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceList:
+    """Sequences whose tokens the page holds. packed: gzip of JSON in base64, opened by the page when a row is."""
+
+    key: str
+    columns: Sequence[Column]
+    rows: Sequence[SequenceRow]
+    packed: str
+    left_out: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One number of one run beside others. note: how far it is from the first run's. changed: not what the first run has."""
+
+    text: str
+    note: str = ""
+    changed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """Runs in columns. columns: (name, when). groups: (title, rows), a row being (label, hint, one cell for each run)."""
+
+    columns: Sequence[tuple[str, str]]
+    groups: Sequence[tuple[str, Sequence[tuple[str, str, Sequence[Cell]]]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """Something to type or to paste, and what it does."""
+
+    text: str
+    code: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Tile:
     """One headline number. ``compare``: what to hold it against."""
 
@@ -87,7 +137,7 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A titled part of a section: paragraphs, then figures, tokens and tables, whichever it has."""
+    """A titled part of a section: paragraphs, then figures, sequences, tokens, tables and commands, whichever it has."""
 
     key: str
     title: str
@@ -96,6 +146,9 @@ class Block:
     tables: Sequence[Table] = ()
     tokens: Sequence[TokenInContext] = ()
     token_columns: Sequence[Column] = ()
+    sequences: SequenceList | None = None
+    beside: Beside | None = None
+    commands: Sequence[Command] = ()
     notes: Sequence[str] = ()
     warning: str | None = None
     side_by_side: bool = False
@@ -179,6 +232,12 @@ def percent(share: Any) -> str:
 def words(value: Any, absent: str = "") -> str:
     """Text of a nullable column."""
     return value if isinstance(value, str) and value else absent
+
+
+def spoken(text: str) -> str:
+    """A sentence of a run as pages write its numbers: thousands set apart, powers of ten with a minus sign."""
+    text = re.sub(r"(?<![\w.,])\d{5,}(?![\w.])", lambda m: f"{int(m[0]):,}", text)
+    return re.sub(r"(?<=\d)e-0?(\d+)\b", lambda m: f"e{MINUS}{m[1]}", text)
 
 
 def plural(n: int, noun: str) -> str:

@@ -115,6 +115,7 @@ def test_text_colours_reach_wcag_aa_contrast_on_their_surfaces(palette: theme.Pa
         for surface in (palette.page, palette.panel)
     ]
     pairs += [(palette.ink, palette.sunken), (palette.soft, palette.sunken), (palette.ink, palette.wash)]
+    pairs += [(palette.ink, getattr(palette, f"{side}{i}")) for side in ("less", "more") for i in (1, 2, 3)]
     for name in ("good", "info", "caution", "bad"):
         pairs += [
             (getattr(palette, name), getattr(palette, f"{name}_wash")),

@@ -98,7 +98,7 @@ def test_every_figure_has_a_place_a_description_and_only_known_light_colours(pag
     keys = [f["key"] for f in data["list"]]  # type: ignore[attr-defined]
     assert len(keys) == len(set(keys)) == 8
     for key in keys:
-        assert re.search(rf'id="{key}" role="img" aria-label="[^"]{{20,}}"', page)
+        assert re.search(rf'id="{key}" role="(img|application)"[^>]* aria-label="[^"]{{20,}}"', page)
     used = set(re.findall(r"#[0-9a-f]{6}\b", json.dumps(data["list"])))
     assert used <= set(data["twins"])  # type: ignore[arg-type]
 
@@ -141,10 +141,12 @@ def test_extreme_runs_still_make_a_page(shape: dict[str, Any], tmp_path: Path) -
     assert ">nan<" not in without_scripts(page)
 
 
-def test_two_comparisons_get_a_section_each(compare: Path, tmp_path: Path) -> None:
-    other = write_compare(tmp_path / "compare", num_prompts=2, kind="different computation")
+def test_two_comparisons_stand_side_by_side_and_get_a_section_each(compare: Path, tmp_path: Path) -> None:
+    other = write_compare(tmp_path / "later", num_prompts=2, kind="different computation")
     page = write_report([compare, other], tmp_path / "r.html").read_text(encoding="utf-8")
-    assert page.count('<article class="section"') == 2
+    assert page.count('<article class="section"') == 3
+    assert page.index('id="runs"') < page.index('id="s0"') < page.index('id="s1"')
+    assert page.count("<h1") == 1 and "later: Trainer against rollout" in page
     assert "kind-different-computation" in without_scripts(page)
 
 
