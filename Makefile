@@ -16,6 +16,8 @@ BIN := .venv/bin
 # for one another's threads.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -p no:cacheprovider -n $(WORKERS) --dist loadfile
 export PIP_ARGS
+# Bytecode is kept whatever the caller's environment says: without it each start of vLLM compiles thousands of files.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup demo test lint lock clean
 .DEFAULT_GOAL := demo

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+
+COLLECT_RARELY = (
+    20_000,
+    10,
+    50,
+)  # importing the trainer stack makes half a million objects, and none of them is garbage
 
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
+    gc.set_threshold(*COLLECT_RARELY)
     from rpadiag.cli.app import run
 
     sys.exit(run())

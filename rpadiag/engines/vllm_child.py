@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import rpadiag
+from rpadiag.engines.ranks import VARIABLES
+from rpadiag.engines.vllm_heap import RARELY
 from rpadiag.engines.vllm_log import hint_for, last_error, stack_of, tail_of
 from rpadiag.errors import EngineError, UsageError, from_plain
 
@@ -111,7 +113,8 @@ class Child:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         root = Path(rpadiag.__file__).parent.parent
         code = (
-            f"import sys; sys.path.append({str(root)!r}); from rpadiag.engines.vllm_process import main; "
+            f"import gc, sys; gc.set_threshold{RARELY}; sys.path.append({str(root)!r}); "
+            "from rpadiag.engines.vllm_process import main; "
             "main(*map(int, sys.argv[1:]))"
         )
         scratch = tempfile.mkdtemp(prefix="rpadiag-vllm-")
@@ -121,7 +124,7 @@ class Child:
             # -P and a session of its own: no import from the working directory, no Ctrl-C meant for the caller
             self._child = subprocess.Popen(
                 [sys.executable, "-P", "-c", code, str(theirs.fileno()), str(os.getpid())],
-                env={**os.environ, **environment, **temporary},
+                env={**{k: v for k, v in os.environ.items() if k not in VARIABLES}, **environment, **temporary},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

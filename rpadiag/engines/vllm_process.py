@@ -97,6 +97,9 @@ class Host:
         from vllm import LLM, __version__
         from vllm.engine.arg_utils import EngineArgs
 
+        from rpadiag.engines.vllm_heap import spare_imports
+
+        spare_imports()
         defaults = {f.name: f for f in dataclasses.fields(EngineArgs)}
         for name in arguments:
             if name not in defaults:
