@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
+from typing import Any
 
+STARTED_AMID: dict[str, Any] = {}  # surroundings() before and after the shared engine was started
 SHARED: set[int] = set()  # filled by the fixture that starts the shared engine
 
 
@@ -11,3 +15,8 @@ def children(pid: int) -> list[int]:
     """Process ids that ``pid`` started and that still exist."""
     found = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return [p for p in found if p not in SHARED]
+
+
+def surroundings() -> tuple[dict[str, str], bool]:
+    """What vLLM must not touch in the process that starts it: the environment, and whether vLLM is imported there."""
+    return dict(os.environ), "vllm" in sys.modules

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import SHARED, children
+from processes import SHARED, STARTED_AMID, children, surroundings
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +26,9 @@ def vllm_on(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., 
         arguments = {"dtype": "bfloat16", "max_num_batched_tokens": max_num_batched_tokens}
         if not started:
             before = children(os.getpid())
+            STARTED_AMID["before"] = surroundings()
             started.append(VllmEngine.start(model, max_model_len=max_model_len, log_path=log, **arguments))
+            STARTED_AMID["after"] = surroundings()
             SHARED.update(set(children(os.getpid())) - set(before))
         else:
             started[0].reload(model=model, max_model_len=max_model_len, hf_overrides={}, **arguments)

@@ -22,10 +22,10 @@ NUM_TOKENS = 9
 
 
 @pytest.fixture(scope="module")
-def engine(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
-    log = tmp_path_factory.mktemp("decoding") / "vllm.log"
-    with VllmEngine.start(tiny("llama"), dtype="bfloat16", log_path=log, max_model_len=128) as started:
-        yield started
+def engine(tiny: Callable[[str], Path], vllm_on: Callable[..., Any]) -> Iterator[VllmEngine]:
+    shared = vllm_on(tiny("llama"), max_model_len=128)
+    yield shared
+    shared.reload(logprobs_mode="raw_logprobs")  # as it was: other modules use it too
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from processes import STARTED_AMID
 from tiny import FAMILIES, HEAD_DIM, HEADS, KV_HEADS, VOCAB, token_ids
 
 from rpadiag.engines.base import TokenSequence
@@ -296,20 +297,10 @@ def test_the_manifest_names_what_decides_the_numbers(llama: VllmEngine) -> None:
     assert manifest["max_model_len"] == LIMIT + 1
 
 
-def test_the_callers_environment_is_untouched(tiny: Callable[[str], Path], tmp_path: Path) -> None:
-    script = (
-        "import os, sys\n"
-        "from rpadiag.engines.vllm import VllmEngine\n"
-        "before = dict(os.environ)\n"
-        "with VllmEngine.start(sys.argv[1], log_path=sys.argv[2], max_model_len=32):\n"
-        "    assert dict(os.environ) == before\n"
-        "    assert 'vllm' not in sys.modules\n"
-    )
-    # a process of its own: other tests of this one may have imported vLLM
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tiny("llama")), str(tmp_path / "log")], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+def test_the_callers_environment_is_untouched(llama: VllmEngine) -> None:
+    environment, imported = STARTED_AMID["before"]
+    assert STARTED_AMID["after"] == (environment, imported)
+    assert not imported  # no test may import vLLM into its worker: it replaces functions of torch
 
 
 def test_a_prompt_past_the_limit_is_named(llama: VllmEngine) -> None:

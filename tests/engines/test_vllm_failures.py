@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -124,7 +125,7 @@ def test_a_cache_that_cannot_be_allocated_is_said_with_what_to_try(tiny: Callabl
 
 
 @pytest.mark.vllm
-def test_an_engine_survives_refusals_and_a_full_disk_but_not_its_death(
+def test_an_engine_survives_refusals_and_a_full_disk_but_not_its_death_in_the_middle_of_scoring(
     tiny: Callable[[str], Path], tmp_path: Path
 ) -> None:
     # one engine for all of it: a start takes tens of seconds on two cores
@@ -151,7 +152,13 @@ def test_an_engine_survives_refusals_and_a_full_disk_but_not_its_death(
         engine.score([sequence], sites=engine.facts.sites, bundle_dir=tmp_path / "whole")
         assert open_bundle(tmp_path / "whole").capture(0).sites == engine.facts.sites
 
-        os.kill(child, signal.SIGKILL)
-        with pytest.raises(EngineError, match="was killed by SIGKILL"):
-            engine.score([sequence])
-    assert not children(os.getpid())
+        finished: list[int] = []
+        many = [
+            TokenSequence(prompt=i, token_ids=tuple(token_ids(250, seed=i)), num_prompt_tokens=250) for i in range(400)
+        ]
+        threading.Timer(1.0, os.kill, (child, signal.SIGKILL)).start()
+        with pytest.raises(EngineError, match="was killed by SIGKILL") as killed:
+            engine.score(many, sites=engine.facts.sites, bundle_dir=tmp_path / "b", on_finished=finished.append)
+    assert len(finished) < len(many)
+    assert killed.value.hint is not None and "not enough memory" in killed.value.hint
+    assert not children(os.getpid()) and not (tmp_path / "b").exists()

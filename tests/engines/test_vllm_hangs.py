@@ -75,19 +75,3 @@ def test_a_deadlock_is_ended_with_the_place_it_was_at(tiny: Callable[[str], Path
         assert caught.value.detail is not None
         assert "innermost call first" in caught.value.detail and "vllm_attention.py" in caught.value.detail
     assert not children(os.getpid())
-
-
-@pytest.mark.vllm
-def test_an_engine_that_is_killed_in_the_middle_of_scoring_is_reported(
-    tiny: Callable[[str], Path], tmp_path: Path
-) -> None:
-    sequences = [
-        TokenSequence(prompt=i, token_ids=tuple(token_ids(250, seed=i)), num_prompt_tokens=250) for i in range(400)
-    ]
-    with VllmEngine.start(tiny("llama"), max_model_len=300, log_path=tmp_path / "log") as engine:
-        (child,) = children(os.getpid())
-        threading.Timer(1.0, os.kill, (child, signal.SIGKILL)).start()
-        with pytest.raises(EngineError, match="was killed by SIGKILL") as caught:
-            engine.score(sequences, sites=engine.facts.sites, bundle_dir=tmp_path / "b")
-    assert caught.value.hint is not None and "not enough memory" in caught.value.hint
-    assert not children(os.getpid()) and not (tmp_path / "b").exists()

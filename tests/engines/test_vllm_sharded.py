@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +15,16 @@ from tiny import HIDDEN, make_checkpoint, token_ids
 from rpadiag.engines.base import TokenSequence
 from rpadiag.engines.bundle import open_bundle
 from rpadiag.engines.trainer import TrainerEngine
-from rpadiag.runs import open_run
+from rpadiag.engines.vllm import VllmEngine
+from rpadiag.runs import create_run, open_run
 from rpadiag.sites import reduced_site
 from rpadiag.workflows.compare import run_compare
+from rpadiag.workflows.inputs import Prompted
 from rpadiag.workflows.options import CompareOptions
+from rpadiag.workflows.rollout import start_rollout
 
-pytest.importorskip("vllm")
-from rpadiag.engines.vllm import VllmEngine
-
+# not importorskip: that imports vLLM into every worker that collects this file
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
 SEQUENCES = [
     TokenSequence(prompt=n, token_ids=tuple(token_ids(t, seed=n)), num_prompt_tokens=t) for n, t in enumerate((40, 70))
 ]
@@ -31,17 +36,30 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def captured(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory):
+def two_ranks(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
+    """The engine as ``--tp 2`` starts it, in FP32: three processes that import vLLM, so there is one for all tests."""
+    home = tmp_path_factory.mktemp("two")
+    options = CompareOptions(
+        model=str(checkpoint), prompts=home / "none", run=home / "run", device="cpu", dtype="float32", tp=2,
+        generate=128 - max(len(s.token_ids) for s in SEQUENCES) - 1, engine_args=("max_num_batched_tokens=32",),
+    )  # fmt: skip
+    inputs = Prompted(model=str(checkpoint), device="cpu", dtype="float32", prompts=(), sequences=tuple(SEQUENCES))
+    with create_run(home / "run", command="compare", options={}) as run, start_rollout(options, inputs, run) as rollout:
+        yield rollout.engine
+
+
+@pytest.fixture(scope="module")
+def captured(
+    checkpoint: Path, two_ranks: VllmEngine, vllm_on: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+):
     """Bundles of one and of two ranks, in FP32, and the two engines' weight digests and manifests."""
     home = tmp_path_factory.mktemp("ranks")
+    one_rank = vllm_on(checkpoint, max_model_len=128, max_num_batched_tokens=32)
+    one_rank.reload(dtype="float32")
     found = {}
-    for ranks in (1, 2):
-        with VllmEngine.start(
-            checkpoint, dtype="float32", max_model_len=128, tensor_parallel_size=ranks, max_num_batched_tokens=32,
-            log_path=home / f"{ranks}.log",
-        ) as engine:  # fmt: skip
-            results = engine.score(SEQUENCES, sites=engine.sites, bundle_dir=home / f"{ranks}", num_generate=3)
-            found[ranks] = (results, open_bundle(home / f"{ranks}"), engine.weight_digests(), engine.manifest())
+    for ranks, engine in ((1, one_rank), (2, two_ranks)):
+        results = engine.score(SEQUENCES, sites=engine.sites, bundle_dir=home / f"{ranks}", num_generate=3)
+        found[ranks] = (results, open_bundle(home / f"{ranks}"), engine.weight_digests(), engine.manifest())
     return found
 
 
@@ -95,14 +113,18 @@ def test_partial_products_of_the_ranks_sum_to_what_the_engine_gave(captured) -> 
             assert torch.equal(first + second, capture.read(f"layers.{layer}.{given}"))
 
 
-def test_a_comparison_over_two_ranks_says_what_the_all_reduce_rounds(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_comparison_over_two_ranks_says_what_the_all_reduce_rounds(
+    captured, checkpoint: Path, two_ranks: VllmEngine, tmp_path: Path
+) -> None:
+    """Last: the engine goes on in BF16."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"token_ids": token_ids(24, seed=n)}) + "\n" for n in range(2)))
     run_compare(
         CompareOptions(
             model=str(checkpoint), prompts=prompts, run=tmp_path / "run", device="cpu", tp=2, control="none",
             sites=("o_reduce", "down_reduce", "o"),
-        )
+        ),
+        running=two_ranks,
     )  # fmt: skip
     run = open_run(tmp_path / "run")
     rows = run.sites().query("region == 'all_reduce'")

