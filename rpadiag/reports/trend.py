@@ -6,6 +6,7 @@ no token or site table is read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,7 +158,7 @@ def _figure(key: str, names: Sequence[str], points: Sequence[Point]) -> Figure:
         scale = {"yaxis": {"title": {"text": f"{title}, {unit}"}}}
         choices.append(Choice(label=title, traces=tuple(traces), note=_note(name, points), layout=scale))
     first, unit = _titled(names[0])
-    step = max(1, len(points) // 8)
+    step = max(1, math.ceil(len(points) / 6))
     marks = [i for i, p in enumerate(points) if p.changed]
     return Figure(
         key=key,

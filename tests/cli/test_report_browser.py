@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-import shutil
-import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
+from pages import CHROMIUM, DRIVER, Page, browser
 from unit.reports.written_runs import write_bisect, write_compare
 
 from rpadiag.findings import GateResult, Judgement
 from rpadiag.reports.html import write_report
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--hide-scrollbars",
-)  # fmt: skip
 SCRIPT = "<script>window.planted = 1</script>"
-DRAWN_WITHIN_S = 60.0
 
 pytestmark = [
     pytest.mark.browser,
@@ -30,57 +19,16 @@ pytestmark = [
 ]
 
 
-class Page:
-    """A loaded report with what the browser logged while it loaded."""
-
-    def __init__(self, driver: Any, file: Path) -> None:
-        self.driver = driver
-        self.file = file
-
-    def emulate(self, *, width: int = 1280, scheme: str = "light", media: str = "") -> None:
-        """Set page width in CSS pixels, colour scheme and medium, then load afresh."""
-        phone = width < 600
-        metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": phone}
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
-        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media, "features": features})
-        self.driver.get(self.file.as_uri())
-        self.wait("return document.documentElement.dataset.drawn")
-
-    def run(self, script: str, *arguments: Any) -> Any:
-        return self.driver.execute_script(script, *arguments)
-
-    def wait(self, condition: str) -> Any:
-        deadline = time.monotonic() + DRAWN_WITHIN_S
-        while time.monotonic() < deadline:
-            value = self.run(condition)
-            if value:
-                return value
-            time.sleep(0.05)
-        raise AssertionError(f"not within {DRAWN_WITHIN_S} s: {condition}; console: {self.driver.get_log('browser')}")
-
-
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
     root = tmp_path_factory.mktemp("report")
     runs = [write_compare(root / "compare", prompt_text=SCRIPT, odd_word=f" {SCRIPT}"), write_bisect(root / "bisect")]
     nights = [write_compare(root / "nights" / f"n{i}", num_layers=1, num_prompts=2, spread=1 + i / 4) for i in range(3)]
     failed = GateResult(name=SCRIPT, gate="k3_kl<=1e-9", status="fail", text=f"k3_kl is 1 {SCRIPT}", run="runs/now")
     judgement = Judgement(gates=(failed,), baselines=(SCRIPT,))
     file = write_report(runs, root / "report.html", judgement=judgement, history=nights)
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(CHROMIUM)
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
-    try:
+    with browser(tmp_path_factory.mktemp("profile")) as driver:
         yield Page(driver, file)
-    finally:
-        driver.quit()
 
 
 def test_every_plot_is_drawn_and_the_console_stays_silent(page: Page) -> None:
@@ -97,11 +45,7 @@ def test_every_plot_is_drawn_and_the_console_stays_silent(page: Page) -> None:
 def test_page_requests_nothing_but_itself(page: Page) -> None:
     page.driver.get_log("performance")
     page.emulate()
-    asked = [
-        entry["params"]["request"]["url"]
-        for entry in (json.loads(e["message"])["message"] for e in page.driver.get_log("performance"))
-        if entry["method"] == "Network.requestWillBeSent"
-    ]
+    asked = page.requests()
     assert page.file.as_uri() in asked
     assert [u for u in asked if u != page.file.as_uri() and not u.startswith(("data:", "blob:"))] == []
 
@@ -110,7 +54,11 @@ def test_script_in_a_prompt_or_token_stays_text(page: Page) -> None:
     page.emulate()
     assert page.run("return window.planted === undefined")
     assert SCRIPT in page.run("return document.querySelector('#s0-worst mark').textContent")
-    assert SCRIPT in page.run("return document.querySelector('#s0-prompts').textContent")
+    assert SCRIPT in page.run("return document.querySelector('#s0-prompts button[data-prompt=\"0\"]').textContent")
+    page.run("document.querySelector('#s0-prompts button[data-prompt=\"0\"]').click()")
+    page.wait("return document.querySelector('#s0-prompts .text .tok')")
+    assert SCRIPT in page.run("return document.querySelector('#s0-prompts .text').textContent")
+    assert page.run("return document.querySelectorAll('#s0-prompts script, img').length === 0 && window.planted === undefined")
     assert page.run("return document.scripts.length") == 3
 
 
@@ -151,20 +99,6 @@ def test_printed_page_has_light_plots_even_on_a_dark_system(page: Page) -> None:
     page.wait(f"return document.getElementById('s0-map').layout.font.color !== '{dark}'")
     pdf = page.driver.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"]
     assert len(pdf) > 50_000
-
-
-def test_headings_are_in_order_and_every_control_has_a_name(page: Page) -> None:
-    page.emulate()
-    levels = page.run("return [...document.querySelectorAll('h1,h2,h3,h4')].map(h => Number(h.tagName[1]))")
-    assert levels[0] == 1
-    assert all(b - a <= 1 for a, b in itertools.pairwise(levels))
-    assert page.run(
-        "return [...document.querySelectorAll('input')].every(i => i.labels.length && i.labels[0].textContent.trim())"
-    )
-    assert page.run("return [...document.querySelectorAll('button')].every(b => b.textContent.trim())")
-    assert page.run(
-        "return [...document.querySelectorAll('[id]')].length === new Set([...document.querySelectorAll('[id]')].map(e => e.id)).size"
-    )
 
 
 def test_history_shows_another_metric_when_asked(page: Page) -> None:
