@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,8 +13,7 @@ from rpadiag.errors import UsageError
 from rpadiag.findings import GATE_WORDS
 
 if TYPE_CHECKING:
-    from rpadiag.findings import Finding, Judgement
-    from rpadiag.runs import Run
+    from rpadiag.findings import Judgement
 
 
 def report(
@@ -71,11 +69,13 @@ def report(
     shared.check_format(output_format)
     files = [path for path in (html, markdown, junit) if path is not None]
     _check(files, wanted=bool(files or gate or policy))
-    judgement = _judged(runs, gate or [], policy, baseline or [])
+    from rpadiag.workflows.judging import changes_along, judged
+
+    judgement = judged(runs, gate or [], policy, baseline or [])
     if html is not None:
         from rpadiag.reports.html import write_report
 
-        write_report(runs, html, judgement=judgement, history=history or [], changes=_changes(runs))
+        write_report(runs, html, judgement=judgement, history=history or [], changes=changes_along(runs))
     if markdown is not None:
         from rpadiag.reports.markdown import write_markdown
 
@@ -98,44 +98,6 @@ def _check(files: list[Path], *, wanted: bool) -> None:
     for path in files:
         if files.count(path) > 1:
             raise UsageError(f"two options name the same file, {path}", hint="name a file for each")
-
-
-def _judged(runs: list[Path], texts: list[str], policy: Path | None, baseline: list[Path]) -> Judgement | None:
-    """What the gates say, and what changed since the baselines; None without gates and baselines."""
-    if not (texts or policy or baseline):
-        return None
-    from rpadiag.findings import Judgement
-    from rpadiag.gates import changes_between, judge, load_policy, parse_gate
-    from rpadiag.gates.judge import baseline_for
-    from rpadiag.runs import open_run
-
-    gates = [parse_gate(text) for text in texts]
-    if policy is not None:
-        loaded = load_policy(policy)
-        gates = [*loaded.gates, *gates]
-        baseline = baseline or ([loaded.baseline] if loaded.baseline is not None else [])
-    opened, bases = [open_run(path) for path in runs], [open_run(path) for path in baseline]
-    results = judge(gates, opened, bases)
-    changes = []
-    for run in opened:
-        base = baseline_for(run, bases)
-        changes += changes_between(base, run) if base is not None else []
-    return Judgement(gates=tuple(results), changes=tuple(changes), baselines=tuple(str(b.path) for b in bases))
-
-
-def _changes(runs: list[Path]) -> list[tuple[str, str, Sequence[Finding]]]:
-    """What changed from each run to the next of the same command."""
-    from rpadiag.gates import changes_between
-    from rpadiag.runs import open_run
-
-    out: list[tuple[str, str, Sequence[Finding]]] = []
-    before: dict[str, Run] = {}
-    for run in (open_run(path) for path in runs):
-        command = str(run.manifest.get("command"))
-        if command in before:
-            out.append((before[command].path.name, run.path.name, changes_between(before[command], run)))
-        before[command] = run
-    return out
 
 
 def _show(judgement: Judgement | None, files: list[Path], output_format: str) -> None:
