@@ -106,12 +106,11 @@ def _vllm(region: str) -> Callable[..., Any]:
         return lambda x, r, w: op(x, r, w, EPS)
     if region == "swiglu":
         op = ops.silu_and_mul
-        buffers: dict[str, Tensor] = {}
+        buffers: dict[str, Any] = {}
 
         def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-            if not buffers:  # vLLM reads gate and up side by side
-                buffers["both"] = torch.cat((gate, up), dim=-1)
-                buffers["out"] = torch.empty_like(gate)
+            if buffers.get("of") != gate.data_ptr():  # vLLM reads gate and up side by side
+                buffers.update(of=gate.data_ptr(), both=torch.cat((gate, up), dim=-1), out=torch.empty_like(gate))
             op(buffers["out"], buffers["both"])
             return buffers["out"]
 

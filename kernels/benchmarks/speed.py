@@ -4,8 +4,9 @@
 
 bf16, 16,384 tokens; hidden 4096; intermediate 12288; 32 query and 8 key heads of 128. Peers that are not installed are
 listed as absent with the reason. Bytes are the fewest that the operation can move: every input read once, every output
-written once. An implementation that moves more shows a smaller share. All are timed in turn, ROUNDS times over; a number is the
-median of the rounds, and the rounds themselves are written out, for the noise between them.
+written once. An implementation that moves more shows a smaller share. All are timed in turn, ROUNDS times over, in another order and
+at other addresses in each round: where tensors lie moves a time by 1 %, which is more than the best of them differ by. A number is the
+median of the rounds; ``ratio`` is the median of a round's time over that of the first row in the same round. The rounds are written out.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import random
 import statistics
 import sys
 from collections.abc import Callable
@@ -28,7 +30,7 @@ from timing import copy_bandwidth, time_calls
 
 TOKENS, HIDDEN, INTERMEDIATE, Q_HEADS, K_HEADS, HEAD_SIZE = 16384, 4096, 12288, 32, 8, 128
 EPS = 1e-6
-ROUNDS = 3
+ROUNDS = 9
 
 
 def randn(*shape: int, grad: bool = False) -> Tensor:
@@ -76,6 +78,14 @@ def measure(function: Callable[..., Any], data: Any, has_backward: bool) -> dict
     return found
 
 
+def scattered_inputs(region: str, rng: random.Random) -> tuple[Any, list[Tensor]]:
+    """Inputs of a region at addresses of their own, and what keeps the addresses apart."""
+    torch.cuda.empty_cache()
+    spacers = [torch.empty(rng.randrange(1, 64) << 20, device="cuda", dtype=torch.uint8) for _ in range(3)]
+    del spacers[1]  # a hole for the allocator to fill or not
+    return inputs_of(region), spacers
+
+
 def measure_region(region: str, copy: float) -> list[dict[str, Any]]:
     """A row for each implementation of a region."""
     rows: list[dict[str, Any]] = []
@@ -84,18 +94,30 @@ def measure_region(region: str, copy: float) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"region": region, "name": peer.name}
         rows.append(row)
         try:
-            function, data = peer.load(), inputs_of(region)  # new inputs for each: some overwrite theirs
+            function, data = peer.load(), inputs_of(region)
             measure(function, data, peer.has_backward)
-            ready.append((row, function, data, peer.has_backward))
+            ready.append((row, function, peer.has_backward))
         except Exception as error:  # noqa: BLE001  one peer that fails must not hide the others
             row["absent"] = f"{type(error).__name__}: {error}"[:300]
-    rounds = [[measure(function, data, both) for _, function, data, both in ready] for _ in range(ROUNDS)]
-    for (row, _, data, _), *found in zip(ready, *rounds, strict=True):
-        for kind, num_bytes in (("forward", data[2]), ("forward_backward", data[2] + data[3])):
-            if kind in found[0]:
-                times = [one[kind] for one in found]
+    found: list[list[dict[str, float]]] = [[] for _ in ready]
+    rng = random.Random(0)
+    for _ in range(ROUNDS):
+        for index in rng.sample(range(len(ready)), len(ready)):
+            _, function, both = ready[index]
+            data, spacers = scattered_inputs(region, rng)
+            found[index].append(measure(function, data, both))
+            del spacers
+    forward_bytes, backward_bytes = inputs_of(region)[2:]
+    for (row, _, _), rounds in zip(ready, found, strict=True):
+        for kind, num_bytes in (("forward", forward_bytes), ("forward_backward", forward_bytes + backward_bytes)):
+            if kind in rounds[0]:
+                times = [one[kind] for one in rounds]
+                ratios = [time / ours[kind] for ours, time in zip(found[0], times, strict=True)]
                 median = statistics.median(times)
-                row[kind] = {"median_us": median, "rounds_us": times, "share": num_bytes / (median * 1e-6) / copy}
+                row[kind] = {
+                    "median_us": median, "rounds_us": times, "share": num_bytes / (median * 1e-6) / copy,
+                    "ratio": statistics.median(ratios),
+                }  # fmt: skip
     return rows
 
 
@@ -104,7 +126,10 @@ def print_row(row: dict[str, Any]) -> None:
         print(f"{row['region']:8s} {row['name']:28s} absent: {row['absent']}", flush=True)
         return
     both = row.get("forward_backward")
-    text = f"{row['forward']['median_us']:8.1f} us {100 * row['forward']['share']:6.1f} %"
+    forward = row["forward"]
+    text = f"{forward['median_us']:8.1f} us {100 * forward['share']:6.1f} %"
+    if "ratio" in forward:
+        text += f" x{forward['ratio']:.3f}"
     if both:
         text += f" | {both['median_us']:8.1f} us {100 * both['share']:6.1f} %"
     print(f"{row['region']:8s} {row['name']:28s} {text}", flush=True)

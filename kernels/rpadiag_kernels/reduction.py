@@ -16,6 +16,7 @@ LANES = 32
 ELEMENTS_PER_THREAD = 16
 MAX_WARPS = 16
 MIN_TILE = 1024
+PAIRED_COLUMNS = 4096  # a forward over rows of this length takes two at once: 1 % faster there, slower elsewhere
 WARPS_IN_FLIGHT = 132 * 8  # of a kernel that reduces over tokens: fixed, so that bits do not depend on the GPU
 MIN_COLUMNS, MAX_COLUMNS = 1, 16384
 STAGE_TWO_ROWS = 32
@@ -30,9 +31,9 @@ class Tile:
     warps: int
 
     @classmethod
-    def of(cls, num_columns: int) -> Tile:
+    def of(cls, num_columns: int, *, forward: bool = False) -> Tile:
         columns = 1 << max(0, (num_columns - 1).bit_length())
-        rows = max(1, MIN_TILE // columns)
+        rows = 2 if forward and num_columns == PAIRED_COLUMNS else max(1, MIN_TILE // columns)
         warps = min(MAX_WARPS, max(1, rows * columns // (LANES * ELEMENTS_PER_THREAD)))
         return cls(rows=rows, columns=columns, warps=warps)
 
@@ -44,14 +45,14 @@ class Tile:
         return min(16 // itemsize, self.rows * self.columns // (LANES * self.warps), self.columns)
 
 
-def row_sum(x: Tensor, *, itemsize: int) -> Tensor:
+def row_sum(x: Tensor, *, itemsize: int, forward: bool = False) -> Tensor:
     """Sum over the last axis of float32 ``x`` [T, H] in the kernels' order -> [T, 1].
 
-    ``itemsize``: bytes of the dtype the kernel loads. Columns are padded with zeros to a power of two. A thread adds its
-    elements one after another (its vector, then the next repetition); lanes of a warp add in a butterfly 16, 8, 4, 2, 1;
-    warps then do the same.
+    ``itemsize``: bytes of the dtype the kernel loads; ``forward``: in the tile of a forward. Columns are padded with
+    zeros to a power of two. A thread adds its elements one after another (its vector, then the next repetition); lanes
+    of a warp add in a butterfly 16, 8, 4, 2, 1; warps then do the same.
     """
-    tile = Tile.of(x.shape[-1])
+    tile = Tile.of(x.shape[-1], forward=forward)
     vector = tile.vector(x.shape[-1], itemsize)
     lanes = min(LANES, tile.columns // vector)
     warps = min(tile.warps, tile.columns // (vector * lanes))

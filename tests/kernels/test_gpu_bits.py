@@ -42,8 +42,9 @@ def rmsnorm_mismatches(
     dy = values(*shape, dtype=dtype, seed=4, device="cuda", spread=0)
     ds = values(*shape, dtype=dtype, seed=5, device="cuda", spread=0) if residual else None
     row_sum = functools.partial(reduction.row_sum, itemsize=x.element_size())
+    forward_sum = functools.partial(row_sum, forward=True)
     got = gpu.forward(x, r, w, EPS, codes)
-    want = reference_forward(x, r, w, EPS, codes, row_sum=row_sum)
+    want = reference_forward(x, r, w, EPS, codes, row_sum=forward_sum)
     got_grad = gpu.backward(dy, ds, x, r, w, got[2], codes, True)
     want_grad = reference_backward(dy, ds, x, r, w, want[2], codes, row_sum=row_sum, column_sum=reduction.column_sum)
     return [num_mismatches(a, b) for a, b in zip((*got, *got_grad), (*want, *want_grad), strict=True)]
@@ -264,7 +265,7 @@ def test_nan_and_infinity_spread_as_in_the_reference() -> None:
     w = torch.ones(512, dtype=torch.bfloat16, device="cuda")
     for store in ("rne", "truncate"):
         got = rmsnorm(x, w, eps=EPS, store=store)
-        row_sum = functools.partial(reduction.row_sum, itemsize=2)
+        row_sum = functools.partial(reduction.row_sum, itemsize=2, forward=True)
         want = reference_forward(x, None, w, EPS, encode("rmsnorm", {"store": store}), row_sum=row_sum)[0]
         assert num_mismatches(got, want) == 0
     assert bool(got[1].isnan().all()) and not bool(got[0].isnan().any())

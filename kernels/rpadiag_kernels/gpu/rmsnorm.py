@@ -17,7 +17,7 @@ from torch import Tensor
 from rpadiag_kernels import reduction
 from rpadiag_kernels.axes import LP_CODES
 from rpadiag_kernels.gpu.device import INTERPRETING, on_device, store_lp, to_lp
-from rpadiag_kernels.reduction import Tile
+from rpadiag_kernels.reduction import PAIRED_COLUMNS, Tile
 
 MAX_STAGES = 3  # rows of a backward program in flight, where shared memory has room
 NO_DW = 3  # code of the dw axis when no weight gradient is wanted
@@ -48,7 +48,7 @@ def _forward(
     LP: tl.constexpr, RESIDUAL: tl.constexpr,
     SUM: tl.constexpr, VARIANCE: tl.constexpr, SCALE: tl.constexpr, WEIGHT: tl.constexpr, RSTD: tl.constexpr,
     STORE: tl.constexpr, ROOT: tl.constexpr, MEAN: tl.constexpr, ORDER: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRET: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PAIRED: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, COLUMNS)
@@ -58,9 +58,9 @@ def _forward(
     rounded = total
     if RESIDUAL:
         total = total + _tile(r_ptr, rows, cols, r_row, mask)
-        stored = store_lp(total, LP, STORE == 1, INTERPRET)
-        rounded = stored.to(tl.float32)
-        tl.store(s_ptr + out, stored, mask=mask)
+        rounded = store_lp(total, LP, STORE == 1, INTERPRET).to(tl.float32)
+    if PAIRED and WEIGHT != 3:  # read before the wait for the sum; elsewhere the registers it takes cost more
+        w = _effective_weight(w_ptr, cols, H, LP, WEIGHT, INTERPRET)
     squared = rounded if VARIANCE == 0 else total
     scaled = rounded if SUM == 0 else total
     total_sq = tl.sum(squared * squared, axis=1)[:, None]
@@ -80,7 +80,8 @@ def _forward(
         if SCALE == 0:
             y = to_lp(y, LP, INTERPRET)
     else:
-        w = _effective_weight(w_ptr, cols, H, LP, WEIGHT, INTERPRET)
+        if not PAIRED:
+            w = _effective_weight(w_ptr, cols, H, LP, WEIGHT, INTERPRET)
         if SCALE == 0:
             y = to_lp(scaled * rstd, LP, INTERPRET) * w
         elif ORDER == 0:
@@ -89,7 +90,11 @@ def _forward(
             y = scaled * (rstd * w)
         else:
             y = (scaled * w) * rstd
-    tl.store(y_ptr + out, store_lp(y, LP, STORE == 1, INTERPRET), mask=mask)
+    y = store_lp(y, LP, STORE == 1, INTERPRET)
+    if RESIDUAL:  # both outputs together: the reads of other programs are interrupted once
+        stored = store_lp(rounded if SUM == 0 and VARIANCE == 0 else total, LP, STORE == 1, INTERPRET)
+        tl.store(s_ptr + out, stored, mask=mask)
+    tl.store(y_ptr + out, y, mask=mask)
 
 
 @triton.jit
@@ -201,7 +206,7 @@ def forward(
     rstd = x.new_empty(num_tokens, dtype=torch.float32)
     if num_tokens == 0:
         return y, summed, rstd
-    tile = Tile.of(num_columns)
+    tile = Tile.of(num_columns, forward=True)
     x = _row_major(x)
     r = x if residual is None else _row_major(residual)
     w = x if weight is None else weight.contiguous()
@@ -213,7 +218,7 @@ def forward(
             x, r, w, y, summed, rstd,
             num_tokens, num_columns, x.stride(0), r.stride(0), eps, 1.0 / num_columns,
             LP=LP_CODES[x.dtype], RESIDUAL=residual is not None, **flags,
-            ROWS=tile.rows, COLUMNS=tile.columns, INTERPRET=INTERPRETING,
+            ROWS=tile.rows, COLUMNS=tile.columns, PAIRED=num_columns == PAIRED_COLUMNS, INTERPRET=INTERPRETING,
             num_warps=tile.warps, enable_fp_fusion=False,
         )  # fmt: skip
     return y, summed, rstd
