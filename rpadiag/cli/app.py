@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
 
 from rpadiag import __version__
+from rpadiag.cli import completion
 from rpadiag.cli.bisect import bisect
 from rpadiag.cli.capture import capture
 from rpadiag.cli.compare import compare
 from rpadiag.cli.demo import demo
 from rpadiag.cli.doctor import doctor
+from rpadiag.cli.examples import examples
 from rpadiag.cli.fingerprint import fingerprint
 from rpadiag.cli.report import report
 from rpadiag.cli.rollouts import rollouts
@@ -28,7 +30,6 @@ app = typer.Typer(
     name="rpadiag",
     help="Where, why and how much a trainer's and a rollout engine's forward passes of the same weights disagree.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
@@ -51,20 +52,27 @@ def _root(
     del version, debug
 
 
-app.command("compare", short_help="Hold both stacks against each other: verdict and evidence.")(compare)
-app.command("bisect", short_help="Attribute the divergence to regions, with error bars.")(bisect)
-app.command("capture", short_help="Keep what one stack computed, to compare it elsewhere.")(capture)
-app.command("fingerprint", short_help="Name the rounding contract that kernels follow.")(fingerprint)
-app.command("report", short_help="Draw runs into one HTML file; gates, Markdown, JUnit.")(report)
-app.command("rollouts", short_help="Check and measure recorded rollouts.")(rollouts)
-app.command("demo", short_help="Compare, bisect and report on a small model.")(demo)
-app.command("doctor", short_help="Show what works here and how to install the rest.")(doctor)
+def _add(function: Callable[..., None], short_help: str) -> None:
+    name = function.__name__
+    app.command(name, short_help=short_help, epilog=examples(name))(function)
+
+
+_add(compare, "Hold both stacks against each other: verdict and evidence.")
+_add(bisect, "Attribute the divergence to regions, with error bars.")
+_add(capture, "Keep what one stack computed, to compare it elsewhere.")
+_add(fingerprint, "Name the rounding contract that kernels follow.")
+_add(report, "Draw runs into one HTML file; gates, Markdown, JUnit.")
+_add(rollouts, "Check and measure recorded rollouts.")
+_add(demo, "Compare, bisect and report on a small model.")
+_add(doctor, "Show what works here and how to install the rest.")
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; nothing escapes but ``SystemExit`` of the interpreter."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = typer.main.get_command(app)
+    if completion.asked():
+        command.main(args=[], prog_name="rpadiag")  # prints completions and leaves
     try:
         with command.make_context("rpadiag", list(given)) as context:
             command.invoke(context)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rpadiag.cli import completion
 from rpadiag.cli import options as shared
 from rpadiag.cli.bars import progress_on_stderr
 from rpadiag.cli.bisect_table import show
@@ -29,6 +30,7 @@ def bisect(
             "--regions",
             metavar="REGIONS",
             help=f"Comma separated, of {', '.join(ATTRIBUTABLE_REGIONS)}; all is the first three.",
+            autocompletion=completion.comma_separated(("all", *ATTRIBUTABLE_REGIONS)),
         ),
     ] = ",".join(ALIGNABLE_REGIONS),
     by: Annotated[
@@ -36,6 +38,7 @@ def bisect(
         typer.Option(
             "--by",
             metavar="region|layer|region,layer",
+            autocompletion=completion.comma_separated(("region", "layer")),
             help="What responsibility is assigned to: regions, groups of layers, or both; layer:N makes N groups.",
         ),
     ] = "region",

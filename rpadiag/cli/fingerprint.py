@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from rpadiag.cli import completion
 from rpadiag.cli import options as shared
 from rpadiag.cli.bars import progress_on_stderr
 from rpadiag.cli.output import hint, print_findings, print_json
@@ -22,7 +23,13 @@ def fingerprint(
         Path | None, typer.Argument(metavar="[PROMPTS]", help="Prompt file; MODEL is then run on it.")
     ] = None,
     stack: Annotated[
-        str, typer.Option("--stack", metavar="|".join(STACKS), help="Whose kernels to look at.")
+        str,
+        typer.Option(
+            "--stack",
+            metavar="|".join(STACKS),
+            help="Whose kernels to look at.",
+            autocompletion=completion.one_of(STACKS),
+        ),
     ] = "rollout",
     regions: shared.Regions = ",".join(ALIGNABLE_REGIONS),
     output: Annotated[

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rpadiag.cli import completion
 from rpadiag.errors import MissingDependencyError, unknown_name
 from rpadiag.sites import ALIGNABLE_REGIONS
 from rpadiag.workflows.options import ATTENTIONS, DEFAULT_CONTRACT, DTYPES, MODES, ROLLOUTS
@@ -29,11 +30,20 @@ RunDirectory = Annotated[Path, typer.Option("--run", metavar="DIR", help="Direct
 Dtype = Annotated[
     str,
     typer.Option(
-        "--dtype", metavar="|".join(DTYPES), help="Dtype of weights and activations; auto is the checkpoint's."
+        "--dtype",
+        metavar="|".join(DTYPES),
+        help="Dtype of weights and activations; auto is the checkpoint's.",
+        autocompletion=completion.one_of(DTYPES),
     ),
 ]
 Device = Annotated[
-    str, typer.Option("--device", metavar="auto|cpu|cuda|cuda:N", help="auto is cuda where there is one.")
+    str,
+    typer.Option(
+        "--device",
+        metavar="auto|cpu|cuda|cuda:N",
+        help="auto is cuda where there is one.",
+        autocompletion=completion.one_of(("auto", "cpu", "cuda")),
+    ),
 ]
 MaxTokens = Annotated[
     int | None,
@@ -41,7 +51,13 @@ MaxTokens = Annotated[
 ]
 Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of everything random; recorded in the run.")]
 Attention = Annotated[
-    str, typer.Option("--attention", metavar="|".join(ATTENTIONS), help="Attention implementation of the trainer.")
+    str,
+    typer.Option(
+        "--attention",
+        metavar="|".join(ATTENTIONS),
+        help="Attention implementation of the trainer.",
+        autocompletion=completion.one_of(ATTENTIONS),
+    ),
 ]
 Mode = Annotated[
     str,
@@ -49,6 +65,7 @@ Mode = Annotated[
         "--mode",
         metavar="|".join(MODES),
         help="How vLLM runs: eager shows every site, compiled attention and head only.",
+        autocompletion=completion.one_of(MODES),
     ),
 ]
 TensorParallel = Annotated[
@@ -60,11 +77,17 @@ Rollout = Annotated[
         "--rollout",
         metavar="|".join(ROLLOUTS),
         help="vllm is the real engine; emulated a transformers forward with vLLM's rounding.",
+        autocompletion=completion.one_of(ROLLOUTS),
     ),
 ]
 Emulate = Annotated[
     str | None,
-    typer.Option("--emulate", metavar="PRESET", help="What an emulated rollout follows.  [default: by device]"),
+    typer.Option(
+        "--emulate",
+        metavar="PRESET",
+        help="What an emulated rollout follows.  [default: by device]",
+        autocompletion=completion.contracts,
+    ),
 ]
 Sites = Annotated[
     list[str] | None,
@@ -72,6 +95,7 @@ Sites = Annotated[
         "--sites",
         metavar="GLOB",
         help="Sites to look at, such as q_rope or layers.0.*; repeatable.  [default: every site]",
+        autocompletion=completion.sites,
     ),
 ]
 Generate = Annotated[
@@ -79,7 +103,12 @@ Generate = Annotated[
 ]
 Align = Annotated[
     str | None,
-    typer.Option("--align", metavar="REGIONS", help="Align the trainer first: rope,swiglu,rmsnorm or all."),
+    typer.Option(
+        "--align",
+        metavar="REGIONS",
+        help="Align the trainer first: rope,swiglu,rmsnorm or all.",
+        autocompletion=completion.regions,
+    ),
 ]
 EngineArguments = Annotated[
     list[str] | None,
@@ -91,7 +120,13 @@ Timeout = Annotated[
     float, typer.Option("--timeout", metavar="S", help="End vLLM when it gives no sign of life for S seconds.")
 ]
 Regions = Annotated[
-    str, typer.Option("--regions", metavar="REGIONS", help="Regions to look at, comma separated, or all.")
+    str,
+    typer.Option(
+        "--regions",
+        metavar="REGIONS",
+        help="Regions to look at, comma separated, or all.",
+        autocompletion=completion.regions,
+    ),
 ]
 Replicates = Annotated[
     int,
@@ -106,6 +141,7 @@ def contract_option(default: str) -> Any:
         metavar="NAME",
         help=f"Preset, or JSON file of rpadiag fingerprint, that aligned regions follow.  [default: {default}]",
         show_default=False,
+        autocompletion=completion.contracts,
     )
 
 
@@ -115,7 +151,15 @@ Revision = Annotated[str | None, typer.Option("--revision", metavar="REV", help=
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that ships with the checkpoint.")
 ]
-Format = Annotated[str, typer.Option("--format", metavar="|".join(FORMATS), help="How the answer is printed.")]
+Format = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        metavar="|".join(FORMATS),
+        help="How the answer is printed.",
+        autocompletion=completion.one_of(FORMATS),
+    ),
+]
 
 
 def regions_of(text: str | None) -> tuple[str, ...]:

@@ -57,14 +57,6 @@ def report(
     A comparison and a bisection must be of the same tokens and weights, and share a part of the page; any other runs stand
     side by side, their numbers in columns. Leaves with 1 when a gate
     fails and with 2 when one cannot be answered.
-
-    \b
-    Examples:
-      rpadiag report runs/compare runs/bisect --html report.html
-      rpadiag report runs/monday runs/tuesday runs/now --html report.html
-      rpadiag report runs/now --gate 'k3_kl<=1e-3' --gate 'first_divergent_site==none'
-      rpadiag report runs/now --policy gates.toml --baseline runs/good --junit gates.xml
-      rpadiag report runs/now --history runs --html report.html
     """
     shared.check_format(output_format)
     files = [path for path in (html, markdown, junit) if path is not None]

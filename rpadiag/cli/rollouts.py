@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rpadiag.cli import completion
 from rpadiag.cli import options as shared
 from rpadiag.cli.bars import progress_on_stderr
 from rpadiag.cli.output import hint, number, print_findings, print_json, print_table, say
@@ -41,7 +42,12 @@ def rollouts(
     ],
     schema: Annotated[
         str | None,
-        typer.Option("--schema", metavar=SCHEMAS, help="Whose records they are.  [default: by their columns]"),
+        typer.Option(
+            "--schema",
+            metavar=SCHEMAS,
+            help="Whose records they are.  [default: by their columns]",
+            autocompletion=completion.one_of(BY_NAME),
+        ),
     ] = None,
     run: Annotated[
         Path | None,
@@ -75,12 +81,6 @@ def rollouts(
     A shifted column, another tokenisation, a temperature on one side, a truncated support, stale weights or a stale prefix cache
     is named and never counted as rounding; where the two sides are not comparable the exit code is 2. A file without the
     trainer's log-probabilities is scored by MODEL.
-
-    \b
-    Examples:
-      rpadiag rollouts token_exports/step_40 --run runs/step-40
-      rpadiag rollouts train_data_step40.jsonl --schema nemo-rl --format json
-      rpadiag rollouts rollouts.jsonl --model checkpoints/step_40 --temperature 0.7
     """
     shared.check_format(output_format)
     from rpadiag.workflows.rollouts import RolloutsOptions, run_rollouts
