@@ -66,7 +66,7 @@ class BundleCapture:
     def bits(self, site: str) -> npt.NDArray[Any]:
         """Rows [T, W] of a site as captured, bfloat16 as int16 bit patterns; one that was not captured raises CaptureError.
 
-        Where the rows lie in one piece the array maps the file and costs no copy; it may be written to
+        Where a MiB or more of rows lies in one piece the array maps the file and costs no copy; it may be written to
         (the file stays as it is), and the mapping ends with the array.
         """
         if site not in self.sites:

@@ -23,6 +23,7 @@ SCORES = {"logprob": "float32", "entropy": "float32", "rank": "int32", "argmax":
 ELEMENTS = {"bfloat16": "<i2", "float16": "<f2", "float32": "<f4", "float64": "<f8", "int32": "<i4", "int64": "<i8"}
 SAFETENSORS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64", "I32": "int32", "I64": "int64"}
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
+MIN_MAPPED_BYTES = 1 << 20  # reading less than this is faster than making a mapping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ def read_keys(path: Path) -> Keys:
 def read_rows(path: Path, name: str, key: Key) -> npt.NDArray[Any]:
     """Rows [T, W] of a key, bfloat16 as int16 bit patterns.
 
-    Rows in one piece map the file and cost no copy; the array may be written to, and the file stays as it is.
+    Many rows in one piece map the file and cost no copy; the array may be written to, and the file stays as it is.
     """
     try:
         rows = key.rows
@@ -80,7 +81,8 @@ def read_rows(path: Path, name: str, key: Key) -> npt.NDArray[Any]:
         raise InputError(f"{name} of {path} {why}") from why
     if rows * key.width == 0:
         return np.empty((rows, key.width), key.element)
-    if len(key.segments) == 1 and key.segments[0].offset % key.element.itemsize == 0:
+    many = rows * key.width * key.element.itemsize >= MIN_MAPPED_BYTES
+    if many and len(key.segments) == 1 and key.segments[0].offset % key.element.itemsize == 0:
         # mode "c": pages come from the file, and what is written to them does not go back
         return np.memmap(path, key.element, mode="c", offset=key.segments[0].offset, shape=(rows, key.width))
     array = np.empty((rows, key.width), key.element)

@@ -8,6 +8,7 @@ receives. So whatever patched the model (an alignment, a planted mistake) is wha
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,14 @@ class _Reached(Exception):
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__("replay reached its site")
         self.tensor = tensor
+
+
+class _Given(Exception):
+    """Carries a layer's arguments out of the decoder: control flow, not an error."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__("the layer was reached")
+        self.arguments = arguments
 
 
 def replay(
@@ -162,23 +171,21 @@ class _Places:
         """Keyword arguments that the model hands this layer: mask, cos and sin, as its own forward builds them."""
         decoder = self.model.get_submodule(self._family.trainer["embed"].module.rpartition(".")[0])
         device = next(self.model.parameters()).device
-        found: dict[int, dict[str, Any]] = {}
 
-        def stand_in(index: int) -> Forward:
-            def forward(hidden: torch.Tensor, *_args: Any, **kwargs: Any) -> torch.Tensor:
-                found[index] = kwargs
-                return hidden
+        def hand_out(_hidden: torch.Tensor, *_args: Any, **kwargs: Any) -> Any:
+            raise _Given(kwargs)
 
-            return forward
-
-        layers = decoder.get_submodule("layers").children()
-        with replaced({module: stand_in(n) for n, module in enumerate(layers)}):
-            decoder(
-                input_ids=torch.zeros(1, num_tokens, dtype=torch.int64, device=device),
-                position_ids=torch.as_tensor(positions, dtype=torch.int64, device=device)[None],
-                use_cache=False,
-            )
-        return found[self.index]
+        below = itertools.islice(decoder.get_submodule("layers").children(), self.index)
+        with replaced({**dict.fromkeys(below, _same), self.layer: hand_out}):
+            try:
+                decoder(
+                    input_ids=torch.zeros(1, num_tokens, dtype=torch.int64, device=device),
+                    position_ids=torch.as_tensor(positions, dtype=torch.int64, device=device)[None],
+                    use_cache=False,
+                )
+            except _Given as given:
+                return given.arguments
+        raise AssertionError(f"the model never called layer {self.index}")
 
 
 @contextlib.contextmanager
