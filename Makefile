@@ -14,7 +14,8 @@ WORKERS ?= 2
 BIN := .venv/bin
 # One thread a process: the engines of both stacks then agree in how they split products, and two workers do not wait
 # for one another's threads.
-PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -p no:cacheprovider -n $(WORKERS) --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -p no:cacheprovider -n $(WORKERS) --dist loadfile \
+  --no-loadscope-reorder
 export PIP_ARGS
 # Bytecode is kept whatever the caller's environment says: without it each start of vLLM compiles thousands of files.
 export PYTHONDONTWRITEBYTECODE :=

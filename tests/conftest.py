@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from collections.abc import Callable
@@ -13,7 +14,50 @@ import pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # `from tiny import ...` in every test folder; importlib mode adds no folder to the path by itself.
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+# Files that take longest, longest first. Workers take whole files, and one that is begun last leaves the other core idle.
+LONGEST = (
+    "cli/test_readme.py",
+    "cli/test_commands.py",
+    "engines/test_vllm.py",
+    "engines/test_vllm_failures.py",
+    "engines/test_vllm_sharded.py",
+    "engines/test_vllm_bundle.py",
+    "engines/test_vllm_families.py",
+    "engines/test_verdicts.py",
+    "engines/test_bisect_vllm.py",
+    "engines/test_fingerprint_workflow.py",
+    "engines/test_vllm_hangs.py",
+    "unit/regions/test_align.py",
+    "unit/regions/test_kernel_references.py",
+    "kernels/test_interpreter.py",
+    "engines/test_trainer_aligned.py",
+    "engines/test_vllm_compiled.py",
+    "engines/test_decoding.py",
+    "engines/test_bisect_controls.py",
+    "cli/test_capture.py",
+    "cli/test_run.py",
+    "cli/test_workflow_example.py",
+    "cli/test_report_browser.py",
+    "kernels/test_operators.py",
+    "unit/test_smollm2.py",
+    "engines/test_trainer.py",
+    "unit/regions/test_vllm_cpu_contracts.py",
+    "architecture/test_without_torch.py",
+)
+PLACES = {HERE / name: place for place, name in enumerate(LONGEST)}
+assert all(path.exists() for path in PLACES), "a file of LONGEST is gone"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: PLACES.get(item.path, len(PLACES)))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # what was imported and collected stays: no test's garbage is among it
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import children
@@ -17,6 +18,8 @@ from rpadiag.cli.app import run
 from rpadiag.engines.bundle import open_bundle
 from rpadiag.runs import open_run
 from rpadiag.sites import split_site
+from rpadiag.workflows.compare import run_compare
+from rpadiag.workflows.options import CompareOptions
 
 NUM_PROMPTS = 40
 TEXT = "Rounding once at the end is not the same as rounding after every step"
@@ -24,7 +27,7 @@ TEXT = "Rounding once at the end is not the same as rounding after every step"
 
 @pytest.mark.vllm
 def test_a_capture_of_vllm_killed_and_resumed_compares_as_a_direct_comparison(
-    tiny: Callable[[str], Path], tmp_path: Path
+    tiny: Callable[[str], Path], vllm_on: Callable[..., Any], tmp_path: Path
 ) -> None:
     model, prompts, rollout = str(tiny("llama")), tmp_path / "p.txt", tmp_path / "rollout"
     prompts.write_text("".join(f"{TEXT} {i}\n" for i in range(NUM_PROMPTS)), encoding="utf-8")
@@ -54,8 +57,9 @@ def test_a_capture_of_vllm_killed_and_resumed_compares_as_a_direct_comparison(
     assert run(["capture", model, str(rollout), "--engine", "trainer", "--bundle", str(tmp_path / "trainer")]) == 0
     pair = ["--trainer", str(tmp_path / "trainer"), "--rollout", str(rollout)]
     assert run(["compare", *pair, "--run", str(tmp_path / "apart")]) == 2  # no model, no control: inconclusive
-    direct = ["--control", "none", "--run", str(tmp_path / "direct")]
-    assert run(["compare", model, str(prompts), *direct]) == 0
+    # the engine that other tests use: what it scores does not depend on who started it
+    direct = CompareOptions(model=model, prompts=prompts, run=tmp_path / "direct", control="none")
+    run_compare(direct, running=vllm_on(tiny("llama"), max_model_len=64))
     ours, theirs = open_run(tmp_path / "apart"), open_run(tmp_path / "direct")
     totals = [c for c in ours.table("sites").column_names if not c.startswith("local_") and c != "inherited_differing"]
     rows = ours.table("sites", totals).to_pylist()
