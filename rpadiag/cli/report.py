@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rpadiag.cli import options as shared
-from rpadiag.cli.output import print_json, say
+from rpadiag.cli.output import print_json, print_table, say
 from rpadiag.errors import UsageError
 from rpadiag.findings import GATE_WORDS
 
 if TYPE_CHECKING:
     from rpadiag.findings import Judgement
+    from rpadiag.reports.html import Changes
 
 
 def report(
@@ -55,13 +58,18 @@ def report(
     """Draw runs into a single HTML file, summarise them in Markdown or JUnit, and hold gates against them.
 
     A comparison and a bisection must be of the same tokens and weights, and share a part of the page; any other runs stand
-    side by side, their numbers in columns. Leaves with 1 when a gate
+    side by side, their numbers in columns: on the page, or here where no file is asked for. Leaves with 1 when a gate
     fails and with 2 when one cannot be answered.
     """
     shared.check_format(output_format)
     files = [path for path in (html, markdown, junit) if path is not None]
-    _check(files, wanted=bool(files or gate or policy))
+    beside = len(runs) > 1 and not (files or gate or policy or baseline)
+    _check(files, wanted=bool(files or gate or policy or beside))
     from rpadiag.workflows.judging import changes_along, judged
+
+    if beside:
+        _show_beside(runs, changes_along(runs), output_format)
+        return
 
     judgement = judged(runs, gate or [], policy, baseline or [])
     if html is not None:
@@ -90,6 +98,31 @@ def _check(files: list[Path], *, wanted: bool) -> None:
     for path in files:
         if files.count(path) > 1:
             raise UsageError(f"two options name the same file, {path}", hint="name a file for each")
+
+
+def _show_beside(runs: list[Path], changes: Sequence[Changes], output_format: str) -> None:
+    """Numbers of several runs in columns, then what changed from each to the next."""
+    from rpadiag.reports.beside import numbers_of
+    from rpadiag.reports.html import grouped
+    from rpadiag.runs import open_run
+
+    numbers = numbers_of(grouped([open_run(path) for path in runs]))
+    if output_format == "json":
+        rows = [
+            {"group": group, "name": name, "cells": [asdict(cell) for cell in cells]}
+            for group, found in numbers.groups
+            for name, _, cells in found
+        ]
+        told = [{"from": a, "to": b, "changes": [f.to_dict() for f in found]} for a, b, found in changes]
+        print_json({"runs": [name for name, _ in numbers.columns], "rows": rows, "changes": told})
+        return
+    for group, found in numbers.groups:
+        lines = [[name, *(f"{c.text} ({c.note})" if c.note else c.text for c in cells)] for name, _, cells in found]
+        print_table(group, ["", *(name for name, _ in numbers.columns)], lines)
+    say()
+    for before, after, changed in changes:
+        for finding in changed:
+            say(f"{before} to {after}: {finding.text}")
 
 
 def _show(judgement: Judgement | None, files: list[Path], output_format: str) -> None:

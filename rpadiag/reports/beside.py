@@ -53,32 +53,39 @@ class Gathered:
 
 def side_by_side(groups: Sequence[Sequence[Run]], changes: Sequence[tuple[str, str, Sequence[Finding]]]) -> Section:
     """The first section of a page with several runs. changes: (earlier run, later run, what changed between them)."""
-    columns = [_gather(group) for group in groups]
-    names = names_of([c.main for c in columns])
+    numbers = numbers_of(groups)
+    mains = [group[0] for group in groups]
     blocks = [
         Block(
             key="runs-numbers",
             title="Numbers",
             lead=[
-                f"Every number beside that of {names[0]}, the first run. A difference of log-probability metrics smaller than the noise "
+                f"Every number beside that of {numbers.columns[0][0]}, the first run. A difference of log-probability metrics smaller than the noise "
                 "floors says nothing; what is made locally and what is systematic has no such noise."
             ],
-            beside=Beside(
-                columns=[(n, str(c.main.manifest.get("started_utc", ""))[:16].replace("T", " ")) for n, c in zip(names, columns, strict=True)],
-                groups=[(title, rows) for title, rows in _rows(columns) if rows],
-            ),
+            beside=numbers,
         )
     ]  # fmt: skip
     told = _changes_block(changes)
-    models = list(dict.fromkeys(records.model_name(c.main.manifest) for c in columns))
+    models = list(dict.fromkeys(records.model_name(m.manifest) for m in mains))
     return Section(
         key="runs",
-        title=f"{plural(len(columns), 'run')} side by side: {', '.join(models)}",
+        title=f"{plural(len(mains), 'run')} side by side: {', '.join(models)}",
         subtitle="One column a run; each has its own part of this page below.",
         kind=None,
         sentence=None,
         stacks=(),
         blocks=(*blocks, *([told] if told else [])),
+    )
+
+
+def numbers_of(groups: Sequence[Sequence[Run]]) -> Beside:
+    """The numbers of runs in columns. groups: each a comparison (or whatever run) and the bisections that belong to it."""
+    columns = [_gather(group) for group in groups]
+    started = [str(c.main.manifest.get("started_utc", ""))[:16].replace("T", " ") for c in columns]
+    return Beside(
+        columns=list(zip(names_of([c.main for c in columns]), started, strict=True)),
+        groups=[(title, rows) for title, rows in _rows(columns) if rows],
     )
 
 

@@ -41,7 +41,7 @@ def attribution_block(run: Run, key: str, *, alone: bool) -> Block | None:
         saturated = bool(state.get("saturated"))
         figures.append(figures_attribution.left_after_aligning(f"{key}-left", parts, effects, saturated=saturated))
         tables.append(_effects_table(parts, effects))
-    tables += [t for t in (_interaction_table(rows), _confirmation_table(state)) if t is not None]
+    tables += [t for t in (_rollout_table(rows), _interaction_table(rows), _confirmation_table(state)) if t is not None]
     return Block(
         key=key,
         title="Which part is responsible",
@@ -107,7 +107,9 @@ def _notes(shown: pd.DataFrame, state: Mapping[str, Any]) -> list[str]:
     replicated = state.get("replicated")
     if replicated:
         notes.append(
-            f"Only the {' and the '.join(replicated)} was replicated; the rollout engine is represented by the trainer with everything aligned."
+            "Only the trainer was replicated; the rollout engine is represented by the trainer with everything aligned."
+            if len(replicated) == 1
+            else "Both stacks were replicated under the same noise; the parts are told apart by trainers alone."
         )
     return notes
 
@@ -192,6 +194,31 @@ def _effects_table(parts: Sequence[str], effects: pd.DataFrame) -> Table:
 def _changed(row: Mapping[str, Any]) -> str:
     sign = "+" if row["change"] > 0 else ""
     return f"{sign}{_pm(row, 'change')}"
+
+
+def _rollout_table(rows: pd.DataFrame) -> Table | None:
+    found = rows[rows["design"] == "rollout"]
+    if not len(found):
+        return None
+    names = {"all": "nothing", "reference": "everything"}
+    return Table(
+        caption="Trainers against the rollout engine, both stacks under the same noise",
+        columns=[
+            Column(title="aligned", numeric=False),
+            Column(title="systematic, nats\u00b2 \u00b1 s.e."),
+            Column(title="mean shift, nats"),
+            Column(title="mean |d|, nats", hint="of single forwards, chaos included"),
+        ],
+        rows=[
+            [
+                names.get(r["region"], r["region"]),
+                _pm(r, "systematic_sq"),
+                _pm(r, "mean_shift"),
+                number(r["mean_abs_d"]),
+            ]
+            for r in _records(found)
+        ],
+    )
 
 
 def _interaction_table(rows: pd.DataFrame) -> Table | None:
