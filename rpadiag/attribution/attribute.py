@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from rpadiag.attribution.against import AgainstRollout, against_rollout
 from rpadiag.attribution.checks import (
     Additivity,
     Confirmation,
@@ -33,7 +34,7 @@ from rpadiag.errors import EngineError
 
 Floats = NDArray[np.float64]
 OnScored = Callable[[Replicate, Floats], None]
-REPLICATED = ("trainer",)  # the stacks whose forwards were repeated under noise
+UNESTIMATED = ("reference", "factorial", "rollout")  # designs that are not held against the reference one by one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,7 @@ class Attribution:
     effects: what aligning a part alone does to each metric, and ``all`` what aligning everything does. floor: the same metrics of the
     reference against itself under other noise: what no alignment removes. local_differing: share of elements that a part's operations
     move when fed the same input. ranked is False when the self-control failed and nothing may be ranked. stopped_early: the precision asked for was reached.
-    num_forwards: forwards asked of the scorer in this process.
+    num_forwards: forwards asked of the scorer in this process. against: the same held against the rollout engine, where it was replicated too.
     """
 
     plan: Plan
@@ -66,7 +67,12 @@ class Attribution:
     num_nonfinite: int
     stopped_early: bool
     num_forwards: int
-    replicated: tuple[str, ...] = REPLICATED
+    against: AgainstRollout | None = None
+
+    @property
+    def replicated(self) -> tuple[str, ...]:
+        """The stacks whose forwards were repeated under noise."""
+        return ("trainer",) if self.against is None else ("trainer", "rollout")
 
     def by_design(self, design: str) -> dict[str, Estimate]:
         """Part -> estimate of one design, in the order of the plan."""
@@ -196,11 +202,7 @@ def _conclude(
         raise EngineError("no token has a finite logprob in every forward", hint="look for NaN with rpadiag compare")
     data, sequences = _Finite(collected, plan, keep, num), Sequences(sequence_ids[keep])
     reference = data.of(plan.named("reference"))
-    estimates = {
-        v: estimate(data.of(v), reference, sequences)
-        for v in plan.variants
-        if v.design not in ("reference", "factorial")
-    }
+    estimates = {v: estimate(data.of(v), reference, sequences) for v in plan.variants if v.design not in UNESTIMATED}
     each = {v.name: e for v, e in estimates.items() if v.design == "each"}
     only = {v.name: data.of(v)[0] for v in estimates if v.design == "only"}
     total = next(e for v, e in estimates.items() if v.design == "all")
@@ -245,6 +247,7 @@ def _conclude(
         num_nonfinite=int(np.count_nonzero(~keep)),
         stopped_early=stopped_early,
         num_forwards=num_forwards,
+        against=against_rollout(data.of, plan, sequences) if plan.rollout else None,
     )
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rpadiag.errors import UsageError, unknown_name
 
 MIN_REPLICATES = 2
-DESIGNS = ("reference", "each", "only", "all", "self", "factorial")
+DESIGNS = ("reference", "each", "only", "all", "self", "factorial", "rollout")
 KINDS = ("ulp", "batch", "order", "none")
 CONFIRMING = {"batch": "equivalent batches", "order": "sums added in another order"}  # kinds that confirm the first
 BY = ("region", "layer")
@@ -46,21 +46,25 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One trainer to score.
+    """One trainer to score, or the rollout engine.
 
     design:  ``reference`` (every part aligned), ``each`` (every part but one), ``only`` (one part alone), ``all`` (none
-             aligned: the trainer as it is), ``self`` (the reference again, other noise), ``factorial`` (another combination).
-    name:    the part left out or aligned alone; ``reference``, ``all`` and ``self`` carry their design's name, ``factorial``
-             the parts that are not aligned, joined by ``+``.
+             aligned: the trainer as it is), ``self`` (the reference again, other noise), ``factorial`` (another combination),
+             ``rollout`` (the rollout engine under the same noise).
+    name:    the part left out or aligned alone; ``reference``, ``all``, ``self`` and ``rollout`` carry their design's name,
+             ``factorial`` the parts that are not aligned, joined by ``+``.
     aligned: the switches that are aligned.
+    stack:   ``trainer`` or ``rollout``: whose forward it is.
     """
 
     design: str
     name: str
     aligned: tuple[Switch, ...]
+    stack: str = "trainer"
 
 
-Forward = tuple[tuple[Switch, ...], str, int]
+ROLLOUT = Variant(design="rollout", name="rollout", aligned=(), stack="rollout")
+Forward = tuple[str, tuple[Switch, ...], str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +84,7 @@ class Replicate:
     @property
     def forward(self) -> Forward:
         """What decides the logprobs: replicates that agree in it are one forward, made once."""
-        return self.variant.aligned, self.kind, 0 if self.kind == "none" else self.seed
+        return self.variant.stack, self.variant.aligned, self.kind, 0 if self.kind == "none" else self.seed
 
 
 # Replicates in; (replicate, logprobs [num_tokens] float64 in nats) out, in any order, each as soon as it is done, so that a

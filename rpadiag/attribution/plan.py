@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rpadiag.attribution.design import (
+    ROLLOUT,
     Forward,
     Part,
     Replicate,
@@ -34,7 +35,8 @@ class Plan:
     num_replicates: of every variant; with ``precision`` the most that there may be. precision: stop when the standard error of the
     strongest part is below this share of it; None makes all replicates. round_size: replicates between two looks. interactions: a factorial
     design beside one-at-a-time.
-    confirm: the second kind of noise, ``confirm_kind``, for the reference, every part alone and all together.
+    confirm: the second kind of noise, ``confirm_kind``, for the reference, every part alone and all together. rollout: the rollout
+    engine under the same noise too.
     """
 
     parts: tuple[Part, ...]
@@ -45,6 +47,7 @@ class Plan:
     confirm: bool = False
     round_size: int = ROUND
     confirm_kind: str = "batch"
+    rollout: bool = False
 
     def __post_init__(self) -> None:
         check_num_replicates(self.num_replicates)
@@ -53,7 +56,8 @@ class Plan:
 
     @cached_property
     def variants(self) -> tuple[Variant, ...]:
-        return tuple(variants_of(self.parts, interactions=self.interactions))
+        found = variants_of(self.parts, interactions=self.interactions)
+        return (*found, ROLLOUT) if self.rollout else tuple(found)
 
     def named(self, design: str, name: str | None = None) -> Variant:
         """The variant of a design; ``only`` of a single part is the reference."""
@@ -66,7 +70,7 @@ class Plan:
         """Points of the factorial design (True where a part is not aligned) and the variants that are them."""
         if not self.interactions:
             return {}
-        by_aligned = {v.aligned: v for v in reversed(self.variants) if v.design != "self"}
+        by_aligned = {v.aligned: v for v in reversed(self.variants) if v.design not in ("self", "rollout")}
         out = {}
         for left in factorial_points(len(self.parts)):
             aligned = tuple(s for p, x in zip(self.parts, left, strict=True) if not x for s in p.switches)
@@ -82,8 +86,8 @@ class Plan:
         return tuple(range(s, min(s + self.round_size, self.num_replicates)) for s in starts)
 
     def unperturbed(self) -> list[Replicate]:
-        """The reference and the trainer as it is without noise, to check that noise shifts no mean."""
-        chosen = [self.named("reference"), self.named("all")]
+        """The reference, the trainer as it is and the rollout engine without noise, to check that noise shifts no mean."""
+        chosen = [self.named("reference"), self.named("all"), *([ROLLOUT] if self.rollout else [])]
         return list(replicates_of(chosen, (0,), seed=0, kind="none"))
 
     def of_round(self, numbers: range) -> list[Replicate]:

@@ -16,9 +16,12 @@ def _with_error(name: str, m: Measured) -> dict[str, float]:
 
 
 def attribution_rows(result: Attribution) -> list[dict[str, Any]]:
-    """One row per variant, most systematic first; then confirmations, main effects and interactions."""
+    """One row per variant, most systematic first; against the rollout engine; confirmations, main effects and interactions."""
     ordered = sorted(result.estimates.items(), key=lambda item: -item[1].systematic_sq.value)
     rows = [_row(variant, e, result) for variant, e in ordered]
+    if result.against is not None:
+        held = {Variant(design="rollout", name=n, aligned=()): e for n, e in result.against.estimates.items()}
+        rows += [_row(variant, e, result) for variant, e in held.items()]
     base = {"num_replicates": result.num_replicates, "num_tokens": result.total.num_tokens}
     for c in result.confirmations:
         design = "all" if c.name == "all" else "each"
@@ -122,6 +125,7 @@ def summary(result: Attribution) -> dict[str, Any]:
         "num_sequences": result.total.num_sequences,
         "num_nonfinite": result.num_nonfinite,
         "replicated": list(result.replicated),
+        "against_rollout": None if result.against is None else result.against.to_dict(),
         "additivity": {
             "holds": a.holds,
             **_with_error("sum_of_parts_sq", a.sum_of_squares),

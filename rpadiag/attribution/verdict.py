@@ -13,6 +13,7 @@ from rpadiag.attribution.decide import NOT_DISTINGUISHABLE, RELEVANT_SHARE, Deci
 from rpadiag.attribution.estimate import Estimate
 from rpadiag.attribution.resample import FEW_SEQUENCES
 from rpadiag.attribution.verdict_checks import pm, share_words, squares
+from rpadiag.attribution.verdict_rollout import rollout_finding
 from rpadiag.findings import Finding, Verdict
 
 WHAT_REMOVES_CHAOS = (
@@ -35,6 +36,8 @@ def findings(result: Attribution) -> list[Finding]:
         out += [_part_finding(name, e, result, rank=n) for n, (name, e) in enumerate(result.strongest_first())]
         out.append(_total_finding(result))
         out += _interaction_findings(result)
+        if result.against is not None:
+            out.append(rollout_finding(result.against, level=result.level))
     out.append(_chaos_finding(result))
     if result.saturated:
         out.append(_saturated_finding(result))

@@ -91,7 +91,7 @@ def _control(result: Attribution) -> Finding:
 
 
 def _noise(result: Attribution) -> Finding:
-    names = {"reference": "the aligned trainer", "all": "the trainer as it is"}
+    names = {"rollout": "the rollout engine", "reference": "the aligned trainer", "all": "the trainer as it is"}
     shown = ", ".join(f"{names[c.variant]} {pm(c.mean_shift.value, c.mean_shift.se)}" for c in result.noise)
     ratio = max(result.noise, key=lambda c: abs(np.log(c.spread_ratio.value)) if c.spread_ratio.value > 0 else 0.0)
     holds = all(c.holds for c in result.noise)
@@ -121,11 +121,17 @@ def _noise(result: Attribution) -> Finding:
 
 
 def _replicated(result: Attribution) -> Finding:
+    text = (
+        "Only the trainer was replicated. The rollout engine is represented by the trainer with every part aligned; "
+        "what the engine does outside these parts, and its own noise, is not in these numbers (--rollout vllm replicates it too)."
+        if result.against is None
+        else "Both stacks were replicated, under the same noise. The parts are told apart by trainers alone, with every part aligned as the reference; "
+        "the engine itself is what the line about the rollout engine is held against."
+    )
     return Finding(
         code="replicated-stacks",
         severity="info",
-        text=f"Only the {' and the '.join(result.replicated)} was replicated. The rollout engine is represented by the trainer with every part aligned; "
-        "what the engine does outside these parts, and its own noise, is not in these numbers (rpadiag compare shows it).",
+        text=text,
         numbers={"replicated": list(result.replicated)},
         rank=52,
     )
@@ -133,7 +139,8 @@ def _replicated(result: Attribution) -> Finding:
 
 def _replicates(result: Attribution) -> Finding:
     plan = result.plan
-    how = f"{result.num_replicates} replicates of each of {len(plan.variants)} trainers"
+    engine = " and of the rollout engine" if plan.rollout else ""
+    how = f"{result.num_replicates} replicates of each of {len(plan.variants) - plan.rollout} trainers{engine}"
     over = f", counted over all {len(plan.parts)} parts" if len(plan.parts) > 1 else ""
     if plan.precision is None:
         text = f"{how}; a part is called responsible at the {100 * result.level:g} % level{over}."

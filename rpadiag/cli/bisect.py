@@ -61,6 +61,14 @@ def bisect(
             help="Repeat with a second kind of noise: equivalent batches, or on a CPU another order of sums; about twice the work.",
         ),
     ] = False,
+    rollout: Annotated[
+        str,
+        typer.Option(
+            "--rollout",
+            metavar="none|vllm",
+            help="vllm replicates the real engine too, under the same noise, and holds every trainer against it.",
+        ),
+    ] = "none",
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the interrupted bisection in --run, with the same options.")
     ] = False,
@@ -76,7 +84,7 @@ def bisect(
 ) -> None:
     """Attribute the systematic part of the divergence to regions, each with its standard error.
 
-    Needs the trainer stack only. Aligning regions one at a time and looking at logprobs shows nothing, because the
+    Needs the trainer stack only, unless --rollout vllm is given. Aligning regions one at a time and looking at logprobs shows nothing, because the
     gap saturates; averaging over rounding replicates separates what belongs to a region from chaos. Interrupted, it
     goes on with --resume.
     """
@@ -91,6 +99,7 @@ def bisect(
         precision=precision,
         interactions=interactions,
         confirm=confirm,
+        rollout=rollout,
         resume=resume,
         contract=contract,
         dtype=dtype,
@@ -106,7 +115,7 @@ def bisect(
     from rpadiag.workflows.bisect import run_bisect
 
     shared.check_contract(contract)
-    shared.require_stacks(vllm=False)
+    shared.require_stacks(vllm=rollout == "vllm")
     check_prompt_file(prompts)  # before a run directory is made
     with interruptible(run, resume=True), progress_on_stderr() as progress:
         run_bisect(options, progress, given=shared.given_options(context))

@@ -49,6 +49,7 @@ def show(run: Run) -> None:
         "Attribution: systematic distance from the trainer with everything aligned", header, [_row(r) for r in rows]
     )
     _show_effects(run, [row["region"] for row in rows if row["design"] == "each"])
+    _show_rollout([row for row in found if row["design"] == "rollout"])
     pairs = [row for row in found if row["design"] in ("main", "interaction")]
     if pairs:
         cells = [
@@ -96,6 +97,27 @@ def _show_effects(run: Run, parts: Sequence[str]) -> None:
         rows.append((part, *cells))
     rows.append(("(chaos alone)", *(number(found[first, metric]["floor"]) for metric, _ in METRICS)))
     print_table("What aligning a part alone changes, ± s.e.", ("aligned", *(name for _, name in METRICS)), rows)
+
+
+def _show_rollout(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Trainers held against the replicated engine, where it was."""
+    if not rows:
+        return
+    names = {"all": "nothing", "reference": "everything"}
+    cells = [
+        (
+            names.get(r["region"], r["region"]),
+            _measured(r, "systematic_sq"),
+            _measured(r, "mean_shift"),
+            number(r["chaotic_rms"]),
+        )
+        for r in rows
+    ]
+    print_table(
+        "Against the rollout engine, both stacks under the same noise",
+        ("aligned", "systematic, nats²", "mean shift, nats", "chaos, nats"),
+        cells,
+    )
 
 
 def _signed(value: float | None) -> str:

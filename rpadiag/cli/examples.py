@@ -13,6 +13,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "bisect": (
         "rpadiag bisect smollm2-135m prompts.txt --run runs/bisect --replicates 32",
         "rpadiag bisect checkpoint prompts.txt --run runs/layers --by region,layer:4 --precision 0.2",
+        "rpadiag bisect checkpoint prompts.txt --run runs/engine --rollout vllm --regions rope,rmsnorm,attention",
         "rpadiag bisect checkpoint prompts.txt --run runs/bisect --replicates 32 --resume",
     ),
     "capture": (

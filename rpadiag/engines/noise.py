@@ -10,7 +10,7 @@ none      nothing
 ========= ==========================================================================================================
 
 ``ulp`` perturbs values, ``order`` and ``batch`` perturb nothing: the same sums are added in another order. So one kind confirms
-another. ``batch`` makes noise only where kernels depend on their batch; on most CPUs they do not,, and a bisection says so.
+another. ``batch`` makes noise only where kernels depend on their batch; on most CPUs they do not, and a bisection says so.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ import torch
 from torch import nn
 
 from rpadiag.engines.replay import replaced
+from rpadiag.errors import unknown_name
 
 SPLIT_NAMES = ("o_proj", "down_proj")  # never merged with others, so that the matmul switch does not touch them
+STAYS = 2  # a draw that moves nothing
 MAX_PADDING = 15
 MAX_MATES = 7
 
 
 def ulp_draws(num_tokens: int, width: int, *, seed: int, number: int) -> np.ndarray:
-    """int8 [num_tokens, width] in 0 .. 5, the same on every machine: see :func:`moved`."""
+    """int8 [num_tokens, width] in 0 .. 5, the same on every machine: see :func:`ulp_offsets`."""
     return np.random.default_rng([seed, number]).integers(0, 6, size=(num_tokens, width), dtype=np.int8)
 
 
@@ -50,6 +52,54 @@ def ulp_offsets(tensor: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     upwards = torch.where(tensor < 0, -offsets, offsets) > 0  # away from zero
     spared = power & upwards & ((draws == 0) | (draws == 5))
     return torch.where(spared, 0, offsets)
+
+
+def move_by_ulps(tensor: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Each element moved along the ordered line of its dtype; moves never leave the finite range, and values that are
+    not finite stay.
+
+    The line counts values in increasing order with +0 and -0 in one place.
+    """
+    integers = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+    if tensor.dtype not in integers:
+        raise unknown_name("dtype", str(tensor.dtype), [str(d) for d in integers])
+    raw = integers[tensor.dtype]
+    largest = int(torch.tensor(torch.finfo(tensor.dtype).max, dtype=tensor.dtype).view(raw))
+    bits = tensor.contiguous().view(raw).to(torch.int64)
+    magnitude = bits & torch.iinfo(raw).max
+    line = torch.where(bits < 0, -magnitude, magnitude) + offsets.to(torch.int64)
+    line = line.clamp(-largest, largest)
+    back = torch.where(line < 0, torch.iinfo(raw).min - line, line).to(raw).view(tensor.dtype)
+    return torch.where((offsets == 0) | ~torch.isfinite(tensor), tensor, back)
+
+
+def moved(hidden: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """Embedding output ``[..., T, H]`` with each element moved by its draw, int8 of the same shape."""
+    return move_by_ulps(hidden, ulp_offsets(hidden, draws))
+
+
+@contextlib.contextmanager
+def noisy_embedding(embedding: nn.Module, num_tokens: int, *, seed: int, number: int) -> Iterator[None]:
+    """An engine's packed embedding output ``[T, H]`` moved by the draws of one sequence while the block runs.
+
+    The sequence must be fed in one step. Rows beyond it (padding of the engine's, or a token generated after it) stay.
+    """
+    fed = 0
+
+    def move(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        nonlocal fed
+        first, fed = fed, fed + len(output)
+        if first:
+            return output
+        draws = np.full(tuple(output.shape), STAYS, dtype=np.int8)
+        draws[:num_tokens] = ulp_draws(num_tokens, output.shape[-1], seed=seed, number=number)
+        return moved(output, torch.from_numpy(draws).to(output.device))
+
+    handle = embedding.register_forward_hook(move)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def split_points(num_inner: int, *, seed: int, number: int, module: int) -> int:

@@ -17,7 +17,7 @@ from torch import nn
 from rpadiag.engines import noise
 from rpadiag.engines.replay import replaced
 from rpadiag.engines.scoring import token_logprobs
-from rpadiag.engines.trainer import TrainerEngine, move_by_ulps
+from rpadiag.engines.trainer import TrainerEngine
 
 HEAD_TOKENS = (256, 2048)  # tokens per block of logits, on a CPU and on a GPU: 100 MB at a vocabulary of 49,152 in BF16
 
@@ -74,7 +74,7 @@ class Sections:
         """The embedding module's output [B, T, H], moved by the batch's draws: the state that enters layer 0."""
         with torch.no_grad():
             hidden: torch.Tensor = self._embed(batch.input_ids)
-            return hidden if batch.draws is None else _moved(hidden, batch.draws)
+            return hidden if batch.draws is None else noise.moved(hidden, batch.draws)
 
     def run(self, batch: Batch, start: int, stop: int, state: torch.Tensor) -> torch.Tensor:
         """Hidden states [B, T, H] that enter layer ``stop`` from those that enter layer ``start``.
@@ -136,11 +136,7 @@ class _DecoderOutput:
 
 def moved_embedding(draws: torch.Tensor) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:
     """A forward hook that moves the embedding output [B, T, H] by the draws of :func:`noise.ulp_draws`, int8 [B, T, H]."""
-    return lambda _module, _args, output: _moved(output, draws)
-
-
-def _moved(hidden: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    return move_by_ulps(hidden, noise.ulp_offsets(hidden, draws))
+    return lambda _module, _args, output: noise.moved(output, draws)
 
 
 def _answer(state: Any) -> Callable[..., Any]:

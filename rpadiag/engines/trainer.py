@@ -16,8 +16,9 @@ from rpadiag.engines import checkpoint, digests, replay, scoring, stacked
 from rpadiag.engines.base import ModelFacts, TokenScores
 from rpadiag.engines.config_facts import config_facts
 from rpadiag.engines.families import Family, family_for
+from rpadiag.engines.noise import move_by_ulps
 from rpadiag.engines.trainer_capture import OnSite, SiteReader
-from rpadiag.errors import EngineError, InputError, UsageError, unknown_name
+from rpadiag.errors import EngineError, InputError, UsageError
 
 
 class TrainerEngine:
@@ -241,25 +242,6 @@ class TrainerEngine:
         for token in ids:
             if not 0 <= token < self.facts.vocab_size:
                 raise InputError(f"token id {token} is outside the vocabulary of {self.facts.vocab_size}")
-
-
-def move_by_ulps(tensor: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Each element moved along the ordered line of its dtype; moves never leave the finite range, and values that are
-    not finite stay.
-
-    The line counts values in increasing order with +0 and -0 in one place.
-    """
-    integers = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
-    if tensor.dtype not in integers:
-        raise unknown_name("dtype", str(tensor.dtype), [str(d) for d in integers])
-    raw = integers[tensor.dtype]
-    largest = int(torch.tensor(torch.finfo(tensor.dtype).max, dtype=tensor.dtype).view(raw))
-    bits = tensor.contiguous().view(raw).to(torch.int64)
-    magnitude = bits & torch.iinfo(raw).max
-    line = torch.where(bits < 0, -magnitude, magnitude) + offsets.to(torch.int64)
-    line = line.clamp(-largest, largest)
-    back = torch.where(line < 0, torch.iinfo(raw).min - line, line).to(raw).view(tensor.dtype)
-    return torch.where((offsets == 0) | ~torch.isfinite(tensor), tensor, back)
 
 
 def _attention(attention: str, config: Any) -> str:

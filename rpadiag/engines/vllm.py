@@ -233,6 +233,27 @@ class VllmEngine:
         )
         return found
 
+    def replicate(self, sequences: Sequence[TokenSequence], *, seed: int | None) -> list[list[float]]:
+        """Logprobs of tokens 1 .. T-1 of each sequence, with the embedding output moved by the ULP draws of ``seed``.
+
+        Sequence i gets the draws of (seed, i), which are those of the trainer's replicates; None moves nothing. Eager
+        mode without parallelism, each sequence in one step.
+        """
+        self._check(sequences, (), 0)
+        limit = self._manifest["max_num_batched_tokens"]
+        longest = max((len(s.token_ids) for s in sequences), default=0)
+        if longest > limit:
+            raise UsageError(
+                f"a replicate of {longest} tokens does not fit in one step of {limit}",
+                hint="shorten the prompts with --max-tokens",
+            )
+        out = []
+        for number, sequence in enumerate(sequences):
+            noise = None if seed is None else [seed, number]
+            asked = {"sequences": [list(sequence.token_ids)], "scored": True, "num_generate": 0, "noise": noise}
+            out += self._process.request({"do": "plain", **asked})["logprobs"]
+        return out
+
     @contextlib.contextmanager
     def attention(self, num_tokens: int) -> Iterator[Attend]:
         """vLLM's attention operator for one sequence: ``attend(layer, q, k, v)``, [T, heads * head_dim] after RoPE.

@@ -1,14 +1,29 @@
-"""vLLM with nothing observed: what capture is measured against."""
+"""vLLM with nothing observed: what capture is measured against, and replicates of it under rounding noise."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
-def run_plain(engine: Any, sequences: Sequence[Sequence[int]], *, scored: bool, num_generate: int) -> dict[str, Any]:
-    """Run token sequences one by one; what :meth:`rpadiag.engines.vllm.VllmEngine.plain` returns."""
+def run_plain(
+    engine: Any,
+    sequences: Sequence[Sequence[int]],
+    *,
+    scored: bool,
+    num_generate: int,
+    embedding: torch.nn.Module | None = None,
+    noise: tuple[int, int] | None = None,
+) -> dict[str, Any]:
+    """Run token sequences one by one; what :meth:`rpadiag.engines.vllm.VllmEngine.plain` returns.
+
+    noise: (seed, number of the first sequence) of the ULP draws by which the output of ``embedding`` is moved.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -27,18 +42,20 @@ def run_plain(engine: Any, sequences: Sequence[Sequence[int]], *, scored: bool, 
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         engine.add_request(f"{index}", {"prompt_token_ids": list(ids)}, parameters)
-        while engine.has_unfinished_requests():
-            began = time.monotonic()
-            outputs = engine.step()
-            step_s += time.monotonic() - began
-            for output in outputs:
-                if output.finished:
-                    given = output.prompt_logprobs or [None] * len(ids)
-                    tokens = [int(t) for t in output.outputs[0].token_ids][:num_generate]
-                    found = [entry[ids[t]].logprob for t, entry in enumerate(given) if t and entry is not None]
-                    found += [output.outputs[0].logprobs[i][token].logprob for i, token in enumerate(tokens)]
-                    logprobs.append(found)
-                    sampled.append(tokens)
+        with contextlib.ExitStack() as stack:
+            if noise is not None and embedding is not None:
+                from rpadiag.engines.noise import noisy_embedding
+
+                stack.enter_context(noisy_embedding(embedding, len(ids), seed=noise[0], number=noise[1] + index))
+            while engine.has_unfinished_requests():
+                began = time.monotonic()
+                outputs = engine.step()
+                step_s += time.monotonic() - began
+                for output in outputs:
+                    if output.finished:
+                        tokens = [int(t) for t in output.outputs[0].token_ids][:num_generate]
+                        logprobs.append(_logprobs(output, ids, tokens))
+                        sampled.append(tokens)
     return {
         "step_s": step_s,
         "logprobs": logprobs,
@@ -46,6 +63,13 @@ def run_plain(engine: Any, sequences: Sequence[Sequence[int]], *, scored: bool, 
         "bytes_before": before,
         "peak_bytes": peak_memory(),
     }
+
+
+def _logprobs(output: Any, ids: Sequence[int], tokens: Sequence[int]) -> list[float]:
+    """Of the prompt's tokens but the first, where they were asked for, and of the generated ones."""
+    given = output.prompt_logprobs or [None] * len(ids)
+    found = [float(entry[ids[t]].logprob) for t, entry in enumerate(given) if t and entry is not None]
+    return found + [float(output.outputs[0].logprobs[i][token].logprob) for i, token in enumerate(tokens)]
 
 
 def peak_memory(*, reset: bool = False) -> int | None:

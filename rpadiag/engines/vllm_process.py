@@ -177,9 +177,12 @@ class Host:
                 recorder.detach()
         return {**self._measured, "bytes_before": before, "peak_bytes": peak_memory()}
 
-    def do_plain(self, *, sequences: list[list[int]], scored: bool, num_generate: int) -> dict[str, Any]:
-        """Prompts with nothing observed, one by one: see :meth:`rpadiag.engines.vllm.VllmEngine.plain`."""
-        return run_plain(self._engine, sequences, scored=scored, num_generate=num_generate)
+    def do_plain(
+        self, *, sequences: list[list[int]], noise: tuple[int, int] | None = None, **how: Any
+    ) -> dict[str, Any]:
+        """Prompts with nothing observed: see :func:`rpadiag.engines.vllm_plain.run_plain`."""
+        embedding = self._workers.model().get_submodule(self._family.rollout["embed"].module) if noise else None
+        return run_plain(self._engine, sequences, embedding=embedding, noise=noise, **how)
 
     def do_attention(self, *, num_tokens: int) -> None:
         """Hold a forward of ``num_tokens`` tokens at its first attention, and run attention for the parent there."""

@@ -230,12 +230,12 @@ ATTRIBUTION = Table(
         _str(
             "region",
             "name",
-            "the part: a region, `layers 0-4`, `rope layers 0-4`; `all` for every part, `self` for the control; `a × b` for an interaction",
+            "the part: a region, `layers 0-4`, `rope layers 0-4`; `all` for every part, `self` for the control; `a × b` for an interaction; with design `rollout`, what is aligned: a part, `reference` (every part) or `all` (as it is: none)",
         ),
         _str(
             "design",
             "name",
-            "`each`: only this part is not aligned; `only`: only this part is aligned; `all`: none is; `self`: the same forward under other noise; `main` and `interaction`: contrasts of a factorial design",
+            "`each`: only this part is not aligned; `only`: only this part is aligned; `all`: none is; `self`: the same forward under other noise; `main` and `interaction`: contrasts of a factorial design; `rollout`: a trainer against the replicated rollout engine instead",
         ),
         _str(
             "kind",

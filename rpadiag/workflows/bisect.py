@@ -1,6 +1,6 @@
 """``rpadiag bisect``: which region's rounding moves the trainer's logprobs, and how sure that is.
 
-Trainer-side replicates: the embedding output is moved by a random -1, 0 or +1 ULP per element, the same for every variant,
+Replicates of the trainer, and with ``rollout="vllm"`` of the engine too: the embedding output is moved by a random -1, 0 or +1 ULP per element, the same for every variant,
 and the forward is repeated with the regions aligned to the contract in turn. What survives averaging is systematic and belongs
 to the region; what does not is chaos, and belongs to nobody.
 """
@@ -17,7 +17,7 @@ import numpy as np
 
 from rpadiag import __version__
 from rpadiag.attribution.attribute import Attribution, attribute
-from rpadiag.attribution.design import Replicate, parts_of
+from rpadiag.attribution.design import Replicate, Score, parts_of
 from rpadiag.attribution.plan import Plan
 from rpadiag.attribution.rows import attribution_rows, effect_rows, summary
 from rpadiag.attribution.verdict import findings, verdict
@@ -26,6 +26,7 @@ from rpadiag.findings import Finding, Verdict
 from rpadiag.runs import RunWriter, token_digest, weights_digest
 from rpadiag.runs.journal import Journal, journaled_run
 from rpadiag.workflows.bisect_local import LocalEvidence, local_evidence, local_findings
+from rpadiag.workflows.bisect_rollout import BothStacks, replicated_rollout
 from rpadiag.workflows.bisect_score import PrefixScorer, ScoringCost
 from rpadiag.workflows.compare_rows import prompt_row
 from rpadiag.workflows.control import subset
@@ -37,6 +38,7 @@ from rpadiag.workflows.rollout import default_preset
 if TYPE_CHECKING:
     from rpadiag.engines.base import TokenSequence
     from rpadiag.engines.switches import TrainerSwitches
+    from rpadiag.engines.vllm import VllmEngine
 
 LOCAL_TOKENS = 96  # the table by site; a share of millions of elements, which more tokens do not change
 
@@ -70,6 +72,10 @@ def run_bisect(
         contract = options.contract or default_preset(inputs.device, inputs.dtype)
         stack.enter_context(_products(inputs, run, progress))
         switches = _switches(options, inputs, contract, run)
+        engine = None
+        if options.rollout == "vllm":
+            with progress.stage("start vllm engine"):
+                engine = stack.enter_context(replicated_rollout(options, inputs, run))
         run.set_effective(device=inputs.device, dtype=inputs.dtype, contract=contract)
         run.set_manifest(reference_contract=contract)
         prompts = {p.index: p for p in inputs.prompts}
@@ -85,7 +91,7 @@ def run_bisect(
             _local_picture(options, inputs, run, switches)
         with progress.stage("first-order effects"):
             local = local_evidence(inputs.trainer, inputs.sequences, switches, plan.parts)
-        result, cost = _attribute(plan, inputs, switches, journal, progress, local)
+        result, cost = _attribute(plan, inputs, switches, journal, progress, local, engine)
         told = sorted([*findings(result), *local_findings(local)], key=lambda f: f.rank)
         sentence = verdict(result, told)
         journal.copy_to(run)
@@ -110,6 +116,7 @@ def plan_of(options: BisectOptions, num_layers: int, *, confirm_kind: str = "bat
         interactions=options.interactions,
         confirm=options.confirm,
         confirm_kind=confirm_kind,
+        rollout=options.rollout != "none",
     )
 
 
@@ -120,6 +127,7 @@ def _attribute(
     journal: Journal,
     progress: Progress,
     local: LocalEvidence,
+    engine: VllmEngine | None,
 ) -> tuple[Attribution, ScoringCost]:
     """Score what the journal does not have, write it there, and conclude; and what the scoring took."""
     done = dict(_known(plan, journal))
@@ -134,8 +142,11 @@ def _attribute(
             block_replicates=plan.round_size,  # what an interrupt can lose
             on_forward=bar.advance,
         )
+        score: Score = scorer
+        if engine is not None:
+            score = BothStacks(scorer, engine, inputs.sequences, bar.advance)
         result = attribute(
-            scorer,
+            score,
             plan,
             _sequence_ids(inputs.sequences),
             done=done.items(),

@@ -271,6 +271,7 @@ class BisectOptions(ModelOptions):
     interactions: a factorial design, for main effects and two-way interactions.
     confirm:    repeat with a second kind of noise: equivalent batches, or on a CPU another order of sums.
     resume:     continue the interrupted bisection in ``run``.
+    rollout:    ``vllm``: the engine under the same noise too, so that trainers are also held against it; ``none``: trainers alone.
     """
 
     run: Path
@@ -283,6 +284,7 @@ class BisectOptions(ModelOptions):
     confirm: bool = False
     resume: bool = False
     attention: str = "sdpa"
+    rollout: str = "none"
 
     @property
     def units(self) -> tuple[tuple[str, ...], int | None]:
@@ -310,6 +312,7 @@ class BisectOptions(ModelOptions):
             raise UsageError("no region to attribute to", hint=f"--regions {','.join(ALIGNABLE_REGIONS)}")
         _at_least("--replicates", self.replicates, 2)  # a variance needs two
         _one_of("attention", self.attention, ATTENTIONS)
+        _one_of("rollout engine", self.rollout, ("none", "vllm"))
 
 
 @dataclass(frozen=True, kw_only=True)

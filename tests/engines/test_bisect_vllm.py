@@ -40,6 +40,22 @@ def rollout(engine: VllmEngine, sequences: list[TokenSequence]) -> np.ndarray:
     return np.concatenate([r.scores.logprob for r in scored]).astype(np.float64)
 
 
+def test_a_replicate_of_the_engine_is_that_of_the_trainer_to_the_last_bit_where_all_is_aligned(
+    trainer: TrainerEngine, engine: VllmEngine, sequences: list[TokenSequence], rollout: np.ndarray
+) -> None:
+    """Both stacks draw the same noise: under it the fully aligned trainer still gives the engine's bits."""
+    variants = [v for v in variants_of(parts_of(ALL)) if v.design == "reference"]
+    asked = list(replicates_of(variants, range(2), seed=5))
+    with engine.attention(NUM_TOKENS) as attend:
+        switches = TrainerSwitches(trainer.model, contract=vllm_cpu_preset("bfloat16"), attention=attend)
+        scored = {r.seed: x for r, x in PrefixScorer(trainer, sequences, switches, fill=False)(asked)}
+    for seed in (5, 6):
+        theirs = np.concatenate(engine.replicate(sequences, seed=seed))
+        assert np.array_equal(scored[seed], theirs)
+        assert np.abs(theirs - rollout).mean() > 1e-3  # the noise has moved it
+    assert np.array_equal(np.concatenate(engine.replicate(sequences, seed=None)), rollout)
+
+
 @pytest.mark.parametrize("mismatch", MISMATCHES)
 def test_exactly_the_one_mismatch_with_the_real_engine_is_found(
     trainer: TrainerEngine, engine: VllmEngine, sequences: list[TokenSequence], rollout: np.ndarray, mismatch: str

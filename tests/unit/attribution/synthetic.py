@@ -23,7 +23,8 @@ class World:
     systematic: part -> rms of its systematic difference, nats. shifts: part -> mean of it, nats (the rest has mean zero).
     interactions: pairs -> rms of what only both together do. inert: parts whose switch changes nothing. chaos: rms of the chaotic
     offset, nats. shared: share of its variance that the tokens of a sequence have in common. noise_shift: what the perturbation itself
-    adds to every logprob, nats (0 for an honest one). control_shift: a difference that only the self-control shows.
+    adds to every logprob, nats (0 for an honest one). control_shift: a difference that only the self-control shows. engine: rms of what the
+    rollout engine has beside the parts, nats; it has every part aligned.
     """
 
     parts: Sequence[Part]
@@ -38,6 +39,7 @@ class World:
     noise_shift: float = 0.0
     control_shift: float = 0.0
     batch_only: Mapping[str, float] = field(default_factory=dict)
+    engine: float = 0.0
     seed: int = 0
 
     @property
@@ -67,6 +69,8 @@ class World:
 
     def left(self, replicate: Replicate) -> frozenset[str]:
         """Names of the parts that are not aligned."""
+        if replicate.variant.stack == "rollout":
+            return frozenset()
         aligned = set(replicate.variant.aligned)
         return frozenset(p.name for p in self.parts if not set(p.switches) <= aligned)
 
@@ -86,6 +90,9 @@ class World:
         if replicate.variant.design == "self":
             out += self.control_shift
         active = "+".join(sorted(left - set(self.inert)))
+        if replicate.variant.stack == "rollout" and self.engine:
+            out += self.field_of("engine", self.engine)
+            active = "engine"
         seed = 0 if replicate.kind == "none" else replicate.seed
         rng = np.random.default_rng([self.seed, seed, *replicate.kind.encode(), 9, *active.encode()])
         per_sequence = np.repeat(rng.standard_normal(self.num_sequences), self.num_tokens)
