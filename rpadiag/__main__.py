@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 
 COLLECT_RARELY = (
@@ -17,7 +18,12 @@ def main() -> None:
     gc.set_threshold(*COLLECT_RARELY)
     from rpadiag.cli.app import run
 
-    sys.exit(run())
+    code = run()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # the destructors of a process group wait for ranks that may have ended in an error
+    sys.exit(code)
 
 
 if __name__ == "__main__":

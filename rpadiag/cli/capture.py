@@ -42,6 +42,7 @@ def capture(
     generate: shared.Generate = 0,
     align: shared.Align = None,
     contract: shared.AlignContract = None,
+    shard: shared.Shard = "prompts",
     engine_arg: shared.EngineArguments = None,
     timeout: shared.Timeout = TIMEOUT_S,
     seed: shared.Seed = 0,
@@ -72,6 +73,7 @@ def capture(
         generate=generate,
         align=shared.regions_of(align),
         contract=contract,
+        shard=shard,
         engine_args=tuple(engine_arg or ()),
         timeout_s=timeout,
         seed=seed,
@@ -86,14 +88,18 @@ def capture(
     if not (prompts / "bundle.json").exists():
         check_prompt_file(prompts)
     from rpadiag.workflows.capture import run_capture
+    from rpadiag.workflows.sharding import under_ranks
 
+    given = shared.given_options(context)
     try:
         with progress_on_stderr() as progress:
-            captured = run_capture(options, progress, given=shared.given_options(context))
+            captured = under_ranks(options, lambda mine: run_capture(mine, progress, given=given), splits_prompts=False)
     except KeyboardInterrupt:
         print(f"interrupted; {bundle} keeps the sequences that were finished", file=sys.stderr)
         hint("the same command with --resume goes on")
         raise
+    if captured is None:  # another process of this torchrun has the answer
+        return
     if output_format == "json":
         print_json({"bundle": str(bundle), **{k: v for k, v in vars(captured).items() if k != "bundle"}})
         return

@@ -99,6 +99,7 @@ def compare(
             help="fp32 runs both stacks again in FP32, which tells rounding from a mistake.",
         ),
     ] = "fp32",
+    shard: shared.Shard = "prompts",
     engine_arg: shared.EngineArguments = None,
     timeout: shared.Timeout = TIMEOUT_S,
     seed: shared.Seed = 0,
@@ -154,6 +155,7 @@ def compare(
         align=shared.regions_of(align),
         contract=contract,
         control=control,
+        shard=shard,
         engine_args=tuple(engine_arg or ()),
         timeout_s=timeout,
         seed=seed,
@@ -162,14 +164,17 @@ def compare(
     )
     from rpadiag.prompts import check_prompt_file
     from rpadiag.workflows.compare import run_compare
+    from rpadiag.workflows.sharding import under_ranks
 
     shared.check_contract(emulate)
     shared.check_contract(contract)
     shared.require_stacks(vllm=rollout == "vllm")
     check_prompt_file(prompts)  # before a run directory is made
+    given = shared.given_options(context)
     with interruptible(run), progress_on_stderr() as progress:
-        run_compare(options, progress, given=shared.given_options(context))
-    _finish(run, output_format)
+        found = under_ranks(options, lambda mine: run_compare(mine, progress, given=given), splits_prompts=True)
+    if found is not None:
+        _finish(run, output_format)
 
 
 def _check_bundles(trainer: Path | None, rollout: str, given: Mapping[str, Any]) -> None:

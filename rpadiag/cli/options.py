@@ -12,6 +12,7 @@ from rpadiag.cli import completion
 from rpadiag.errors import MissingDependencyError, unknown_name
 from rpadiag.sites import ALIGNABLE_REGIONS
 from rpadiag.workflows.options import ATTENTIONS, DEFAULT_CONTRACT, DTYPES, MODES, ROLLOUTS
+from rpadiag.workflows.sharding import SHARDS
 
 FORMATS = ("table", "json")
 
@@ -70,6 +71,14 @@ Mode = Annotated[
 ]
 TensorParallel = Annotated[
     int, typer.Option("--tp", metavar="N", help="Ranks that vLLM is cut over (tensor parallel), a device each.")
+]
+Shard = Annotated[
+    str,
+    typer.Option(
+        "--shard",
+        metavar="|".join(SHARDS),
+        help="What the processes of a torchrun divide: prompts, or the trainer's weights (FSDP2, tensor parallel).",
+    ),
 ]
 Rollout = Annotated[
     str,

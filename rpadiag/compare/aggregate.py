@@ -66,6 +66,11 @@ class Aggregate:
         if flips is not None:
             entry.flips = flips if entry.flips is None else entry.flips + flips
 
+    def merge(self, other: Aggregate) -> None:
+        """Add the statistics of other sequences."""
+        for site, entry in other.sites.items():
+            self.add(site, total=entry.total, local=entry.local, local_reason=entry.local_reason, flips=entry.flips)
+
     def first_divergent(self) -> str | None:
         """First site in execution order where any element differs."""
         return next((s for s, e in self.sites.items() if e.total is not None and e.total.num_differing > 0), None)

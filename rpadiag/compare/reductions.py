@@ -55,6 +55,14 @@ class Reductions:
             self.points.append(point)
         return reference.view(given.dtype)
 
+    def merge(self, other: Reductions) -> None:
+        """Add the all-reduces of other sequences."""
+        self.num_ranks = max(self.num_ranks, other.num_ranks)
+        self.num_elements += other.num_elements
+        self.points += [p for p in other.points if p not in self.points]
+        for name, count in other.wrong.items():
+            self.wrong[name] = self.wrong.get(name, 0) + count
+
     def finding(self) -> list[Finding]:
         """One sentence: what the all-reduce rounds, and which way of adding reproduces it; empty without an all-reduce."""
         if not self.num_elements:

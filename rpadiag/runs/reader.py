@@ -98,15 +98,18 @@ class Run:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
+        from rpadiag.runs.parts import files_of
+
         table = table_named(name)
         if not self.has(name):
             empty = table.arrow().empty_table()
             return empty.select(list(columns)) if columns is not None else empty
         path = self.path / table.file
         try:
-            present = pq.read_schema(path).names
+            files = files_of(path)
+            present = pq.read_schema(files[0]).names
             names = table.column_names if columns is None else columns
-            found = pq.read_table(path, columns=[n for n in names if n in present])
+            found = pa.concat_tables([pq.read_table(f, columns=[n for n in names if n in present]) for f in files])
         except (OSError, pa.ArrowInvalid) as error:
             raise InputError(f"cannot read {path}", detail=str(error), hint=_DAMAGED) from error
         if found.num_rows != self.manifest["tables"][name]:

@@ -213,6 +213,7 @@ class RunWriter:
         self._tokens = hashlib.blake2b(digest_size=16)  # over "prompt digest" lines, in the order they were added
         self._given: set[str] = set()
         self._closed = False
+        self.parts: list[Path] = []  # complete runs whose tables this one takes over
 
     # -- what the run holds ----------------------------------------------------------------------
 
@@ -311,9 +312,12 @@ class RunWriter:
             raise disk_error(self.path, full) from error
 
     def _complete(self) -> None:
+        from rpadiag.runs.parts import joined_tables
+
         with _writing(self.path):
             for writer in self._tables.values():
                 writer.close()
+            num_rows = joined_tables(self.path, {n: w.num_rows for n, w in self._tables.items()}, self.parts)
             if self._weights:
                 write_atomically(self.path / WEIGHTS, facts.dump_json(self._weights))
             write_atomically(self.path / METRICS, facts.dump_json(self._metrics))
@@ -321,7 +325,7 @@ class RunWriter:
             write_atomically(self.path / FINDINGS, facts.dump_json({"verdict": self._verdict, "findings": ranked}))
             shutil.rmtree(self.path / SCRATCH, ignore_errors=True)
             _sync_directory(self.path)
-        self._manifest["tables"] = {n: w.num_rows for n, w in self._tables.items()}
+        self._manifest["tables"] = num_rows
         if self._num_sequences:
             self._manifest["tokens"] = {"digest": self._tokens.hexdigest(), "num_sequences": self._num_sequences}
         self._finish("complete")

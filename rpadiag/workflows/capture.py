@@ -222,10 +222,10 @@ def _trainer(options: CaptureOptions, job: Job, collection: BundleCollection, en
     trainer = load_trainer(options, model=job.model, device=job.device, dtype=job.dtype, attention=options.attention)
     aligned: dict[str, Any] | None = None
     if options.align:
-        from rpadiag.regions.align import align
+        from rpadiag.engines.sharded import aligned as align_over_ranks
 
         contract = options.contract or DEFAULT_CONTRACT
-        alignment = enter(align(trainer.model, regions=options.align, contract=contract))
+        alignment = enter(align_over_ranks(trainer, options.align, contract))
         aligned = {"regions": list(options.align), "contract": contract, "contracts": alignment.to_dict()}
 
     def captures(numbers: Sequence[int]) -> Iterator[tuple[int, TokenSequence, Path]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,9 +35,20 @@ from rpadiag.workflows.options import DEFAULT_CONTRACT, CompareOptions
 from rpadiag.workflows.progress import SILENT, Progress
 from rpadiag.workflows.rollout import Rollout, start_rollout, visible_sites
 from rpadiag.workflows.scored import Scored
+from rpadiag.workflows.sharding import (
+    begin_late,
+    begin_together,
+    collect,
+    join_parts,
+    path_of_part,
+    progress_of,
+    share_of,
+    splitting,
+)
 
 if TYPE_CHECKING:
     from rpadiag.engines.base import TokenSequence
+    from rpadiag.engines.ranks import Ranks
     from rpadiag.engines.trainer import TrainerEngine
     from rpadiag.engines.vllm import VllmEngine
 
@@ -71,53 +82,88 @@ def run_compare(
     running: a started engine of this model to use and leave running, for many comparisons without as many starts.
     Raises RpadiagError for anything the user can mend; the run directory then says ``failed``.
     """
+    ranks = splitting(options)
+    progress = progress_of(ranks, progress)
     check_model(options, progress)
-    with (
-        create_run(options.run, command="compare", options=options.to_dict(), given=given or {}) as run,
-        ExitStack() as stack,
-    ):
-        inputs = load_inputs(options, progress, attention=options.attention, num_generate=options.generate)
-        run.set_effective(device=inputs.device, dtype=inputs.dtype)
-        if prepare_trainer is not None:
-            prepare_trainer(inputs.trainer)
-        chosen = match_sites(options.sites, list(inputs.facts.sites_over(options.tp)))
-        alignment = _align(options, inputs, run, stack)
-        with progress.stage(f"start {options.rollout} engine"):
-            rollout = stack.enter_context(
-                start_rollout(options, inputs, run, overrides=rollout_overrides, running=running)
-            )
-        chosen = visible_sites(chosen, rollout, asked=bool(options.sites))
-        differing = _check_weights(run, inputs, rollout)
-        stacks = {  # before the control, which runs both in FP32
-            "trainer": {**inputs.trainer.manifest(), "model": options.model, "aligned": alignment},
-            "rollout": {**rollout.engine.manifest(), "model": options.model, "sampling": _sampling(options)},
-        }
-        causes = known_causes(stacks["trainer"], stacks["rollout"])
-        run.set_manifest(**stacks, rollout_label=rollout.label)
-        if differing:
-            return stop_incomparable(run, weights_differ(differing, causes, dtype=inputs.dtype, label=rollout.label))
-        pairing = Pairing(
-            inputs.trainer, sites=chosen, precision="model", experts_per_token=inputs.facts.experts_per_token
+
+    def begin() -> RunWriter:
+        path = options.run if ranks is None else path_of_part(options.run, ranks.rank)
+        return create_run(path, command="compare", options=options.to_dict(), given=given or {})
+
+    with begin() if ranks is None else begin_together(ranks, begin) as run, ExitStack() as stack:
+        found = _compare_in(
+            run,
+            options,
+            progress,
+            stack,
+            prepare_trainer=prepare_trainer,
+            rollout_overrides=rollout_overrides,
+            running=running,
+            ranks=ranks,
         )
-        scored = _compare_all(options, inputs, rollout, pairing, run, progress)
-        floors = measure_floors(inputs, rollout, scored, progress)
+        if ranks is not None and not ranks.rank:
+            join_parts(run, ranks)
+    if ranks is not None and ranks.rank:
+        ranks.gather("closed")
+    return found
+
+
+def _compare_in(
+    run: RunWriter,
+    options: CompareOptions,
+    progress: Progress,
+    stack: ExitStack,
+    *,
+    prepare_trainer: PrepareTrainer | None,
+    rollout_overrides: Mapping[str, Any] | None,
+    running: VllmEngine | None,
+    ranks: Ranks | None,
+) -> Comparison:
+    """The comparison of :func:`run_compare`, written to ``run``; with ``ranks`` this rank's share of it, and on rank 0 the whole."""
+    inputs = load_inputs(options, progress, attention=options.attention, num_generate=options.generate)
+    run.set_effective(device=inputs.device, dtype=inputs.dtype)
+    if prepare_trainer is not None:
+        prepare_trainer(inputs.trainer)
+    chosen = match_sites(options.sites, list(inputs.facts.sites_over(options.tp)))
+    alignment = _align(options, inputs, run, stack)
+    with progress.stage(f"start {options.rollout} engine"):
+        rollout = stack.enter_context(start_rollout(options, inputs, run, overrides=rollout_overrides, running=running))
+    chosen = visible_sites(chosen, rollout, asked=bool(options.sites))
+    differing = _check_weights(run, inputs, rollout)
+    stacks = {  # before the control, which runs both in FP32
+        "trainer": {**inputs.trainer.manifest(), "model": options.model, "aligned": alignment},
+        "rollout": {**rollout.engine.manifest(), "model": options.model, "sampling": _sampling(options)},
+    }
+    causes = known_causes(stacks["trainer"], stacks["rollout"])
+    run.set_manifest(**stacks, rollout_label=rollout.label)
+    if differing:
+        return stop_incomparable(run, weights_differ(differing, causes, dtype=inputs.dtype, label=rollout.label))
+    pairing = Pairing(inputs.trainer, sites=chosen, precision="model", experts_per_token=inputs.facts.experts_per_token)
+    share = inputs if ranks is None else share_of(inputs, ranks)
+    scored = _compare_all(options, share, rollout, pairing, run, progress)
+    told: dict[str, Any] = {"dtype": inputs.dtype, "label": rollout.label, "causes": causes}
+    if ranks is not None:
+        collect(ranks, scored, pairing)
+        run.set_manifest(ranks={"rank": ranks.rank, "size": ranks.size, "divide": "prompts"})
+        if ranks.rank:
+            return conclude(run, scored, pairing, Control(reason="rank 0 runs it"), **told)
+    floors = measure_floors(inputs, rollout, scored, progress)
+    with nullcontext(run) if ranks is None else begin_late(run, ranks, options) as later:
         control = fp32_control(
             options,
             inputs,
             rollout,
-            run,
+            later,
             progress,
             sequences=scored.sequences,
             sites=chosen,
             prepare_trainer=prepare_trainer,
         )
-        run.set_manifest(
-            sites={"requested": list(chosen), "absent": absent_points(options, inputs, rollout)},
-            control={"precision": "fp32", "reason": control.reason, "num_tokens": control.num_tokens},
-        )
-        return conclude(
-            run, scored, pairing, control, dtype=inputs.dtype, label=rollout.label, floors=floors, causes=causes
-        )
+    run.set_manifest(
+        sites={"requested": list(chosen), "absent": absent_points(options, inputs, rollout)},
+        control={"precision": "fp32", "reason": control.reason, "num_tokens": control.num_tokens},
+    )
+    return conclude(run, scored, pairing, control, floors=floors, **told)
 
 
 def _sampling(options: CompareOptions) -> dict[str, Any] | None:
@@ -127,11 +173,11 @@ def _sampling(options: CompareOptions) -> dict[str, Any] | None:
 def _align(options: CompareOptions, inputs: Inputs, run: RunWriter, stack: ExitStack) -> dict[str, Any] | None:
     if not options.align:
         return None
-    from rpadiag.regions.align import align
+    from rpadiag.engines.sharded import aligned
 
     contract = options.contract or DEFAULT_CONTRACT
     run.set_effective(contract=contract)
-    alignment = stack.enter_context(align(inputs.trainer.model, regions=options.align, contract=contract))
+    alignment = stack.enter_context(aligned(inputs.trainer, options.align, contract))
     return {"regions": list(options.align), "contract": contract, "contracts": alignment.to_dict()}
 
 
@@ -172,7 +218,9 @@ def _compare_all(
     options: CompareOptions, inputs: Inputs, rollout: Rollout, pairing: Pairing, run: RunWriter, progress: Progress
 ) -> Scored:
     scored = Scored(sequences=[], trainer=[], rollout=[])
-    sampled = sample_tokens(options, inputs, rollout, progress)
+    # a sequence's seed is that of its place among all prompts, also where this process has some of them
+    first = inputs.prompts[0].index if inputs.prompts else 0
+    sampled = sample_tokens(replace(options, seed=options.seed + first), inputs, rollout, progress)
     sequences = inputs.sequences if sampled is None else sampled.sequences
     captured = [s for s in with_inputs(pairing.sites, inputs) if split_site(s)[1] not in rollout.absent]
     prompts = {p.index: p for p in inputs.prompts}

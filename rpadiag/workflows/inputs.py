@@ -75,9 +75,18 @@ def check_model(options: ModelOptions, progress: Progress = SILENT) -> None:
 
 
 def load_trainer(options: ModelOptions, *, model: str, device: str, dtype: str, attention: str) -> TrainerEngine:
-    """The trainer engine of these options, in ``dtype``."""
+    """The trainer engine of these options, in ``dtype``: cut over ranks where they say so."""
     from rpadiag.engines.trainer import TrainerEngine
+    from rpadiag.workflows.sharding import ranks_now
 
+    ranks, shard = ranks_now(), getattr(options, "shard", "prompts")
+    if ranks is not None and shard != "prompts":
+        from rpadiag.engines.sharded import ShardedTrainer
+
+        return ShardedTrainer.over(
+            ranks, shard, model, dtype=dtype, attention=attention, revision=options.revision,
+            trust_remote_code=options.trust_remote_code,
+        )  # fmt: skip
     return TrainerEngine.load(
         model,
         dtype=dtype,

@@ -16,6 +16,7 @@ from typing import Any
 
 from rpadiag.errors import UsageError, unknown_name
 from rpadiag.sites import ALIGNABLE_REGIONS, check_regions
+from rpadiag.workflows.sharding import check_shard
 
 DTYPES = ("bfloat16", "float16", "float32", "auto")
 ROLLOUTS = ("vllm", "emulated")
@@ -104,6 +105,7 @@ class StackOptions(ModelOptions):
     align:    regions in which the trainer is aligned first.
     contract: preset or file that ``align`` follows; None is ``fp32-output``.
     timeout_s: the real engine is ended when it gives no sign of life for so long.
+    shard: what several processes of a torchrun divide: ``prompts``, or the trainer's weights by ``fsdp`` or ``tp``.
     engine_args: ``NAME=VALUE``, further arguments of the real engine; a value that is JSON is read as such.
     """
 
@@ -117,6 +119,7 @@ class StackOptions(ModelOptions):
     contract: str | None = None
     timeout_s: float = TIMEOUT_S
     engine_args: tuple[str, ...] = ()
+    shard: str = "prompts"
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -133,6 +136,7 @@ class StackOptions(ModelOptions):
             raise UsageError(f"--timeout must be at least 1 second, not {self.timeout_s:g}")
         if self.extra and rollout != "vllm":
             raise UsageError("--engine-arg is an argument of vLLM", hint="leave it out, or use the real engine")
+        check_shard(self.shard, tp=self.tp)
         check_regions(self.align)
         if self.contract is not None and not self.align:
             raise UsageError(
