@@ -93,6 +93,12 @@ class SequenceWriter:
 
     def _key(self, key: str, dtype: str, width: int) -> int:
         known = self._keys.get(key)
+        if dtype not in ELEMENTS:
+            raise CaptureError(
+                f"site {key} is {dtype}, which a bundle does not hold",
+                detail=f"known dtypes: {', '.join(ELEMENTS)}",
+                hint="a quantised KV cache hands a compiled model's attention quantised queries: use --mode eager",
+            )
         if known is None:
             known = self._keys[key] = (len(self._keys), dtype, width)
             self._next_row.append(0)

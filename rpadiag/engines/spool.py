@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,8 +43,6 @@ class Spool:
         self._hold_cpu = hold_cpu
         self._held: list[_Held] = []
         self._num_bytes = 0
-        self._buffers: list[torch.Tensor] = []
-        self._stream: torch.cuda.Stream | None = None
 
     @classmethod
     def for_device(cls, device: torch.device) -> Spool:
@@ -97,20 +96,28 @@ class Spool:
         """Rows in host memory, and the event after which they are there."""
         if not rows.is_cuda:
             return rows, None
-        if not self._buffers:
-            self._buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(NUM_BUFFERS)]
-            self._stream = torch.cuda.Stream(rows.device)
         size = rows.numel() * rows.element_size()
         if size > BUFFER_BYTES:  # a single row wider than a buffer
             return rows.cpu(), None
-        assert self._stream is not None
-        staged = self._buffers[number][:size].view(rows.dtype).view(rows.shape)
-        self._stream.wait_stream(torch.cuda.current_stream(rows.device))
+        stream = _stream(rows.device)
+        staged = _pinned(number, BUFFER_BYTES)[:size].view(rows.dtype).view(rows.shape)
+        stream.wait_stream(torch.cuda.current_stream(rows.device))
         copied = torch.cuda.Event()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(stream):
             staged.copy_(rows, non_blocking=True)
-            copied.record(self._stream)
+            copied.record(stream)
         return staged, copied
+
+
+@cache
+def _pinned(_number: int, num_bytes: int) -> torch.Tensor:
+    """A buffer of this process: pinning takes tens of milliseconds, and every capture would pay for it."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _write(piece: _Held, staged: torch.Tensor, copied: torch.cuda.Event | None) -> None:
