@@ -115,8 +115,9 @@ def _notes(shown: pd.DataFrame, state: Mapping[str, Any]) -> list[str]:
 
 
 def _pm(row: Mapping[str, Any], name: str) -> str:
-    """A value with its standard error."""
-    return number(None) if is_missing(row[name]) else f"{number(row[name])} \u00b1 {number(row[f'{name}_se'], 2)}"
+    """A value with its standard error; a dash where the run has none."""
+    value = row.get(name)
+    return number(None) if is_missing(value) else f"{number(value)} \u00b1 {number(row.get(f'{name}_se'), 2)}"
 
 
 def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
@@ -261,7 +262,7 @@ def _confirmation_table(state: Mapping[str, Any]) -> Table | None:
                 _pm(c, "second_sq"),
                 _pm(c, "shared_sq"),
                 _pm(c, "correlation"),
-                "changes nothing" if c["changes_nothing"] else "yes" if c["agrees"] else "no",
+                "changes nothing" if c.get("changes_nothing") else "yes" if c.get("agrees") else "no",
             ]
             for c in found
         ],

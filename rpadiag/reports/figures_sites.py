@@ -25,12 +25,12 @@ VIEWS = (
         "Made here",
         "Share of elements that differ when the trainer\u2019s operation is fed the rollout\u2019s own input. This points at causes.",
     ),
+    ("inherited", "Inherited", "The end-to-end share that is not made at the site itself."),
     (
         "differing",
         "End to end",
         "Share of elements that differ in the two forwards as they ran. Everything downstream of a cause lights up, so this does not point at one.",
     ),
-    ("inherited", "Inherited", "The end-to-end share that is not made at the site itself."),
 )
 
 

@@ -66,8 +66,8 @@ def test_switch_over_the_map_changes_what_is_drawn(page: Page) -> None:
     page.emulate()
     shown = "return document.getElementById('s0-map').data.map(t => t.visible)"
     before = page.run(shown)
-    page.run("document.querySelectorAll('[data-figure=s0-map] input')[1].click()")
-    page.wait("return document.getElementById('s0-map').data[2].visible === true")
+    page.run("document.querySelectorAll('[data-figure=s0-map] input')[2].click()")
+    page.wait("return document.getElementById('s0-map').data[4].visible === true")
     assert page.run(shown) != before
     assert "as they ran" in page.run("return document.getElementById('s0-map-note').textContent")
 
