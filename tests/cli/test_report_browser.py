@@ -58,7 +58,9 @@ def test_script_in_a_prompt_or_token_stays_text(page: Page) -> None:
     page.run("document.querySelector('#s0-prompts button[data-prompt=\"0\"]').click()")
     page.wait("return document.querySelector('#s0-prompts .text .tok')")
     assert SCRIPT in page.run("return document.querySelector('#s0-prompts .text').textContent")
-    assert page.run("return document.querySelectorAll('#s0-prompts script, img').length === 0 && window.planted === undefined")
+    assert page.run(
+        "return document.querySelectorAll('#s0-prompts script, img').length === 0 && window.planted === undefined"
+    )
     assert page.run("return document.scripts.length") == 3
 
 
