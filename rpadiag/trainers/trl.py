@@ -115,13 +115,13 @@ class MismatchCallback(TrainerCallback):
         if not self._has_both(batch[0]):
             return control
         rows = self._gathered([row for part in batch for row in rows_of(part)])
+        failed: list[str] = []
         if self.trainer.accelerator.is_main_process:
             self._measure(rows, int(state.global_step))
-            if self.stop and any(r.status == "fail" for r in self.gate_results):
-                log.warning(
-                    "training is stopped: %s", "; ".join(r.text for r in self.gate_results if r.status == "fail")
-                )
-                control.should_training_stop = True
+            failed = [r.text for r in self.gate_results if r.status == "fail"]
+        if self.stop and (failed := self._gathered(failed)):  # every rank stops, or the others wait for it
+            log.warning("training is stopped: %s", "; ".join(failed))
+            control.should_training_stop = True
         return control
 
     # -- measuring ------------------------------------------------------------------------------------
@@ -136,11 +136,11 @@ class MismatchCallback(TrainerCallback):
             )
         return not missing
 
-    def _gathered(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The rows of every rank, on every rank."""
+    def _gathered(self, items: list[Any]) -> list[Any]:
+        """The items of every rank, on every rank."""
         from accelerate.utils import gather_object
 
-        return list(gather_object(rows))
+        return list(gather_object(items))
 
     def _measure(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         due = self.runs is not None and (self._written is None or step - self._written >= self.every)
