@@ -21,6 +21,7 @@ sys.path.insert(0, str(HERE))
 LONGEST = (
     "cli/test_readme.py",
     "cli/test_commands.py",
+    "trainers/test_trl.py",
     "engines/test_vllm.py",
     "engines/test_vllm_failures.py",
     "engines/test_vllm_sharded.py",
@@ -41,8 +42,10 @@ LONGEST = (
     "cli/test_run.py",
     "cli/test_workflow_example.py",
     "cli/test_report_browser.py",
+    "cli/test_report_access.py",
     "kernels/test_operators.py",
     "unit/test_smollm2.py",
+    "unit/test_api.py",
     "engines/test_trainer.py",
     "unit/regions/test_vllm_cpu_contracts.py",
     "architecture/test_without_torch.py",

@@ -81,23 +81,15 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_loaded(
 
 
 def test_a_capture_that_is_killed_goes_on_with_resume_and_ends_the_same(
-    tiny: Callable[[str], Path], tmp_path: Path
+    tiny: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = tmp_path / "many.txt"
     lines.write_text("".join(f"{PROMPTS.splitlines()[i % 3]} {i}\n" for i in range(60)), encoding="utf-8")
     where, whole = tmp_path / "killed", tmp_path / "whole"
-    command = [
-        sys.executable,
-        "-m",
-        "rpadiag",
-        "capture",
-        str(tiny("llama")),
-        str(lines),
-        "--engine",
-        "trainer",
-        "--bundle",
-    ]
-    process = subprocess.Popen([*command, str(where)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    command = ["capture", str(tiny("llama")), str(lines), "--engine", "trainer", "--bundle"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rpadiag", *command, str(where)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
     end = time.monotonic() + 120
     while not (where / "sequence-00003.safetensors").exists():
         assert time.monotonic() < end and process.poll() is None, "it never got there"
@@ -109,15 +101,12 @@ def test_a_capture_that_is_killed_goes_on_with_resume_and_ends_the_same(
     kept = {name: (where / name).stat().st_mtime_ns for name in contents(where)}
     with pytest.raises(Exception, match="is not complete: its status is writing"):
         open_bundle(where)
-    refused = subprocess.run([*command, str(where)], capture_output=True, text=True, check=False)
-    assert refused.returncode == 2 and "--resume" in refused.stderr
+    assert run([*command, str(where)]) == 2
+    assert "--resume" in capsys.readouterr().err
 
-    resumed = subprocess.run(
-        [*command, str(where), "--resume", "--format", "json"], capture_output=True, text=True, check=False
-    )
-    assert resumed.returncode == 0, resumed.stderr
-    assert 3 <= json.loads(resumed.stdout)["num_resumed"] <= len(kept)
-    assert subprocess.run([*command, str(whole)], capture_output=True, check=False).returncode == 0
+    assert run([*command, str(where), "--resume", "--format", "json"]) == 0  # in another process than the killed one
+    assert 3 <= json.loads(capsys.readouterr().out)["num_resumed"] <= len(kept)
+    assert run([*command, str(whole)]) == 0
     assert contents(where) == contents(whole)
     assert load(where / "bundle.json")["sequences"] == load(whole / "bundle.json")["sequences"]
     same = [name for name in kept if (where / name).stat().st_mtime_ns == kept[name]]

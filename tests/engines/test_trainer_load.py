@@ -44,7 +44,8 @@ def test_missing_directory_is_an_error(tmp_path):
 
 
 def test_name_that_is_neither_a_directory_nor_a_reachable_hub_id_is_an_error(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    # the variable is read at import, long ago; without it the library tries five times, and waits in between
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     error = refuse("no-such-organisation/no-such-model", "cannot load no-such-organisation/no-such-model")
     assert "hub id" in error.hint
 
