@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, make_checkpoint, token_ids
+from tiny import HIDDEN, make_checkpoint, token_ids
 
 from rpadiag.engines.base import TokenSequence
 from rpadiag.engines.bundle import open_bundle
@@ -135,30 +135,3 @@ def test_a_comparison_over_two_ranks_says_what_the_all_reduce_rounds(
     assert finding["numbers"]["reproduced_by"] is not None
     assert finding["numbers"]["num_elements"] == 2 * 24 * HIDDEN * 4
     assert "o_reduce" not in run.manifest["sites"]["absent"]
-
-
-@pytest.mark.vllm
-def test_a_compiled_model_over_two_ranks_shows_attention_whole_and_is_not_changed_by_looking(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    with VllmEngine.start(
-        checkpoint, dtype="bfloat16", enforce_eager=False, tensor_parallel_size=2, max_model_len=128,
-        max_num_batched_tokens=32, log_path=tmp_path / "log",
-    ) as engine:  # fmt: skip
-        assert engine.manifest()["compile_mode"] != "NONE"
-        points = {site.rsplit(".", 1)[-1] for site in engine.sites}
-        assert points == {"q_rope", "k_rope", "v", "attn", "final_norm", "logits", "logprob"}
-        plain = engine.plain(SEQUENCES, num_generate=3)
-        results = engine.score(
-            SEQUENCES, sites=engine.sites, bundle_dir=tmp_path / "b", num_generate=3, temperature=0.0
-        )
-    bundle = open_bundle(tmp_path / "b")
-    for index, result in enumerate(results):
-        capture = bundle.capture(index)
-        assert list(result.sequence.token_ids[len(SEQUENCES[index].token_ids) :]) == plain["sampled"][index]
-        assert result.scores.logprob.tolist() == pytest.approx(plain["logprobs"][index], abs=0)
-        heads = capture.read("layers.1.v")[0].view(KV_HEADS, HEAD_DIM)
-        expected = heads.repeat_interleave(HEADS // KV_HEADS, dim=0).reshape(-1)
-        assert torch.equal(capture.read("layers.1.attn")[0], expected)  # the first token attends to itself
-        assert capture.read("layers.0.q_rope").shape == (len(result.sequence.token_ids), HEADS * HEAD_DIM)
-    assert bundle.meta["ranks_unequal"] == []
