@@ -21,6 +21,7 @@ sys.path.insert(0, str(HERE))
 LONGEST = (
     "cli/test_readme.py",
     "cli/test_commands.py",
+    "engines/test_sharded_trainer.py",
     "trainers/test_trl.py",
     "engines/test_vllm.py",
     "engines/test_vllm_failures.py",
