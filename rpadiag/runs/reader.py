@@ -109,7 +109,8 @@ class Run:
             files = files_of(path)
             present = pq.read_schema(files[0]).names
             names = table.column_names if columns is None else columns
-            found = pa.concat_tables([pq.read_table(f, columns=[n for n in names if n in present]) for f in files])
+            read = [n for n in names if n in present] or present[:1]  # tables joined without a column have no rows
+            found = pa.concat_tables([pq.read_table(f, columns=read) for f in files])
         except (OSError, pa.ArrowInvalid) as error:
             raise InputError(f"cannot read {path}", detail=str(error), hint=_DAMAGED) from error
         if found.num_rows != self.manifest["tables"][name]:
