@@ -158,3 +158,19 @@ def test_value_that_means_nothing_is_refused_before_any_work(
     assert run(["bisect", "model", "p.txt", "--run", str(tmp_path / "run"), *options]) == 2
     assert f"error: {says}" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.vllm
+def test_trainers_are_held_against_the_replicated_engine(
+    tiny: Callable[[str], Path], prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Aligned, the trainer comes closer to the real engine than as it is, under the same noise."""
+    given = ["--regions", "rope,rmsnorm", "--replicates", "4", "--rollout", "vllm"]
+    assert run(["bisect", str(tiny("llama")), str(prompts), "--run", str(tmp_path / "run"), *given]) in (0, 2)
+    found = open_run(tmp_path / "run")
+    against = found.attribution().query("design == 'rollout'").set_index("region")
+    assert set(against.index) == {"all", "rope", "rmsnorm", "reference"}
+    assert against.loc["reference", "systematic_sq"] < against.loc["all", "systematic_sq"]
+    assert found.metrics["attribution"]["replicated"] == ["trainer", "rollout"]
+    assert found.manifest["rollout"]["engine"] == "vllm"
+    assert "Against the rollout engine" in capsys.readouterr().out
