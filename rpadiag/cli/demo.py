@@ -24,7 +24,7 @@ def demo(
     ] = MAX_TOKENS,
     replicates: shared.Replicates = REPLICATES,
 ) -> None:
-    """Compare, bisect and report on SmolLM2-135M: a few minutes on two CPU cores, no GPU, no hub."""
+    """Compare, bisect and report on SmolLM2-135M: 8 to 12 minutes on two CPU cores, no GPU, no hub."""
     options = DemoOptions(directory=into, rollout=rollout, max_tokens=max_tokens, replicates=replicates)
     shared.require_stacks(vllm=rollout == "vllm")
     try:

