@@ -72,10 +72,6 @@ def run_bisect(
         contract = options.contract or default_preset(inputs.device, inputs.dtype)
         stack.enter_context(_products(inputs, run, progress))
         switches = _switches(options, inputs, contract, run)
-        engine = None
-        if options.rollout == "vllm":
-            with progress.stage("start vllm engine"):
-                engine = stack.enter_context(replicated_rollout(options, inputs, run))
         run.set_effective(device=inputs.device, dtype=inputs.dtype, contract=contract)
         run.set_manifest(reference_contract=contract)
         prompts = {p.index: p for p in inputs.prompts}
@@ -87,6 +83,10 @@ def run_bisect(
         plan = plan_of(options, inputs.facts.num_layers, confirm_kind=confirm_kind)
         run.set_manifest(confirming_noise=confirm_kind if options.confirm else None)
         journal.bind(_identity(options, inputs, contract, weights_digest(weights)))
+        engine = None
+        if options.rollout == "vllm":
+            with progress.stage("start vllm engine"):
+                engine = stack.enter_context(replicated_rollout(options, inputs, run, weights=weights))
         with progress.stage("local picture"):
             _local_picture(options, inputs, run, switches)
         with progress.stage("first-order effects"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from rpadiag.runs import RunWriter
 from rpadiag.runs.manifest import differing_tensors
 from rpadiag.workflows.inputs import Inputs
 from rpadiag.workflows.options import BisectOptions
-from rpadiag.workflows.rollout import LOG_FILE
+from rpadiag.workflows.rollout import logged_vllm
 
 if TYPE_CHECKING:
     from rpadiag.engines.base import TokenSequence
@@ -52,30 +52,19 @@ class BothStacks:
 
 
 @contextmanager
-def replicated_rollout(options: BisectOptions, inputs: Inputs, run: RunWriter) -> Iterator[VllmEngine]:
-    """vLLM in eager mode with the trainer's weights, which are compared first. Raises InputError where they differ."""
-    from rpadiag.engines.vllm import VllmEngine
-
-    log = run.path / LOG_FILE
+def replicated_rollout(
+    options: BisectOptions, inputs: Inputs, run: RunWriter, *, weights: Mapping[str, str]
+) -> Iterator[VllmEngine]:
+    """vLLM in eager mode. weights: the trainer's digests; raises InputError where the engine's differ."""
     longest = max(len(s.token_ids) for s in inputs.sequences)
-    with VllmEngine.start(
-        inputs.model,
-        dtype=inputs.dtype,
-        device=inputs.device,
-        seed=options.seed,
-        log_path=log,
-        max_model_len=longest + 1,
-        revision=options.revision,
-        trust_remote_code=options.trust_remote_code,
-    ) as engine:
+    with logged_vllm(options, inputs, run, max_model_len=longest + 1) as engine:
         theirs = engine.weight_digests()
         run.set_weights("rollout", theirs)
         run.set_manifest(rollout={**engine.manifest(), "model": options.model})
-        differing = differing_tensors(inputs.trainer.weight_digests(), theirs)
+        differing = differing_tensors(weights, theirs)
         if differing:
             raise InputError(
                 f"the two stacks hold different weights: {differing[0]} and {len(differing) - 1} more",
                 hint="rpadiag compare says which, and why",
             )
         yield engine
-    log.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rpadiag.errors import CaptureError
 from rpadiag.sites import split_site
 from rpadiag.workflows.inputs import Prompted
-from rpadiag.workflows.options import CaptureOptions, CompareOptions
+from rpadiag.workflows.options import CaptureOptions, CompareOptions, ModelOptions
 
 if TYPE_CHECKING:
     from rpadiag.engines.emulated import EmulatedEngine
@@ -84,26 +84,38 @@ def start_rollout(
         ) as emulated:
             yield Rollout(engine=emulated, label=f"emulated {preset}", real=False)
         return
+    longest = max(len(s.token_ids) for s in inputs.sequences) + options.generate
+    with logged_vllm(
+        options,
+        inputs,
+        run,
+        hf_overrides=dict(overrides) if overrides else None,
+        enforce_eager=options.mode == "eager",
+        max_model_len=longest + 1,
+        tensor_parallel_size=options.tp,
+        extra=_extra(options, inputs.device),
+        timeout_s=options.timeout_s,
+    ) as engine:
+        yield _vllm(engine)
+
+
+@contextmanager
+def logged_vllm(options: ModelOptions, inputs: Prompted, run: Written, **arguments: Any) -> Iterator[VllmEngine]:
+    """vLLM on the model that was prepared, its log in the run; ``arguments`` are more of :meth:`VllmEngine.start`."""
     from rpadiag.engines.vllm import VllmEngine
 
     log = run.path / LOG_FILE
-    longest = max(len(s.token_ids) for s in inputs.sequences) + options.generate
     with VllmEngine.start(
         inputs.model,
         dtype=inputs.dtype,
         device=inputs.device,
         seed=options.seed,
         log_path=log,
-        hf_overrides=dict(overrides) if overrides else None,
-        enforce_eager=options.mode == "eager",
-        max_model_len=longest + 1,
-        tensor_parallel_size=options.tp,
         revision=options.revision,
         trust_remote_code=options.trust_remote_code,
-        extra=_extra(options, inputs.device),
-        timeout_s=options.timeout_s,
+        **arguments,
     ) as engine:
-        yield _vllm(engine)
+        yield engine
     log.unlink(missing_ok=True)  # it is quoted when the engine fails, and holds paths of the machine
 
 
