@@ -8,7 +8,20 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "vllm", "transformers", "pandas", "numpy", "numba", "pyarrow", "plotly", "jinja2", "rich", "polars")
+HEAVY = (
+    "torch",
+    "vllm",
+    "transformers",
+    "pandas",
+    "numpy",
+    "numba",
+    "pyarrow",
+    "plotly",
+    "jinja2",
+    "rich",
+    "polars",
+    "pydantic",
+)
 
 
 def loaded_after(statement: str) -> set[str]:
