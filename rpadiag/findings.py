@@ -19,7 +19,8 @@ class Finding:
     """One statement.
 
     code:     stable machine name, kebab-case, e.g. ``local-divergence``.
-    severity: one of SEVERITIES; ``error`` means the numbers next to it must not be used.
+    severity: one of SEVERITIES. ``error``: a mistake, or the numbers next to it must not be used; ``warning``: look at it before
+              relying on the answer; ``notice``: worth acting on and no fault; ``info``: expected, such as rounding elsewhere.
     text:     one plain sentence, numbers with units and n.
     region, site: what it is about, where that is one thing.
     numbers:  the figures in the sentence, by name with units in the name.

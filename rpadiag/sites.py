@@ -103,6 +103,14 @@ HEAD_POINTS: tuple[Point, ...] = (
     Point(name="logprob", region="sampling", reads=("logits",), text="log-probability of the next token"),
 )
 POINTS: dict[str, Point] = {p.name: p for p in (*LAYER_POINTS, *HEAD_POINTS)}
+# They belong to the region of the norms that read them, but both stacks round the stored sum alike: counted in, they
+# would halve what the norms make.
+RESIDUAL_ADDS = ("resid_attn", "resid_mlp")
+
+
+def telling_points(region: str) -> tuple[str, ...]:
+    """The points whose local divergence speaks for a region, wherever it is pooled: all of them but the residual adds."""
+    return tuple(p.name for p in POINTS.values() if p.region == region and p.name not in RESIDUAL_ADDS)
 
 
 def layer_site(layer: int, point: str) -> str:

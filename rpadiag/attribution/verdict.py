@@ -46,15 +46,16 @@ def findings(result: Attribution) -> list[Finding]:
     return sorted(out, key=lambda f: f.rank)
 
 
-def verdict(result: Attribution, told: Sequence[Finding]) -> Verdict:
-    """``attributed``, or ``inconclusive`` when a control failed."""
+def verdict(result: Attribution, told: Sequence[Finding], *, not_asked: Sequence[str] = ()) -> Verdict:
+    """``attributed``, or ``inconclusive`` when a control failed. not_asked: regions that could have been parts and were not."""
     if not result.ranked:
         return Verdict(kind="inconclusive", sentence=_no_answer(result), evidence=tuple(told))
     chaos = (
         f"Beside it every logprob moves by {result.total.chaotic_rms.value:.3f} nats rms of chaos, which belongs to no part and which "
         "aligning does not remove."
     )
-    return Verdict(kind="attributed", sentence=f"{_answer(result)} {chaos}", evidence=tuple(told))
+    unasked = f" Not asked: {', '.join(not_asked)} (--regions)." if not_asked else ""
+    return Verdict(kind="attributed", sentence=f"{_answer(result)} {chaos}{unasked}", evidence=tuple(told))
 
 
 def _no_answer(result: Attribution) -> str:
@@ -112,13 +113,14 @@ def _part_finding(name: str, e: Estimate, result: Attribution, *, rank: int) -> 
         )
     made = result.local_differing.get(name)
     if made is not None:
-        sentences.append(f"{100 * made:.1f} % of its elements differ when fed the same input.")
+        adds = ", residual adds left out," if name == "rmsnorm" else ""
+        sentences.append(f"{100 * made:.1f} % of its elements{adds} differ when fed the same input.")
     if decision.responsible:
         sentences.append(_what_aligning_does(name, result))
     gain = result.effect(name, "systematic_sq").change
     return Finding(
         code="systematic-region",
-        severity="warning" if decision.responsible else "info",
+        severity="notice" if decision.responsible else "info",
         text=" ".join(sentences),
         region=name,
         numbers={

@@ -140,7 +140,10 @@ def _replicated(result: Attribution) -> Finding:
 def _replicates(result: Attribution) -> Finding:
     plan = result.plan
     engine = " and of the rollout engine" if plan.rollout else ""
-    how = f"{result.num_replicates} replicates of each of {len(plan.variants) - plan.rollout} trainers{engine}"
+    how = (
+        f"{result.num_replicates} replicates of each of {len(plan.variants) - plan.rollout} trainers{engine}, scored on n = "
+        f"{result.total.num_tokens} tokens: all of the prompts but the first of each, and none that a rollout generated"
+    )
     over = f", counted over all {len(plan.parts)} parts" if len(plan.parts) > 1 else ""
     if plan.precision is None:
         text = f"{how}; a part is called responsible at the {100 * result.level:g} % level{over}."

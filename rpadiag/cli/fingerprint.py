@@ -73,7 +73,10 @@ def fingerprint(
     trust_remote_code: shared.TrustRemoteCode = False,
     output_format: shared.Format = "table",
 ) -> None:
-    """Name the contract that reproduces each region bit for bit, or say why it cannot be determined."""
+    """Name the contract that reproduces each region bit for bit, or say why it cannot be determined.
+
+    A run keeps no tensors, so RUN's stack runs again on its tokens, which takes as long as before; a bundle is read as it is.
+    """
     shared.check_format(output_format)
     options = FingerprintOptions(
         target=target,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +16,7 @@ from rpadiag.findings import GATE_WORDS
 if TYPE_CHECKING:
     from rpadiag.findings import Judgement
     from rpadiag.reports.html import Changes
+    from rpadiag.reports.view import Cell
 
 
 def report(
@@ -58,17 +58,19 @@ def report(
     """Draw runs into a single HTML file, summarise them in Markdown or JUnit, and hold gates against them.
 
     A comparison and a bisection must be of the same tokens and weights, and share a part of the page; any other runs stand
-    side by side, their numbers in columns: on the page, or here where no file is asked for. Leaves with 1 when a gate
-    fails and with 2 when one cannot be answered.
+    side by side, their numbers in columns. Without a file, a gate or a baseline the answer is printed here: one run as its
+    command printed it, several in columns. Leaves with 1 when a gate fails and with 2 when one cannot be answered.
     """
     shared.check_format(output_format)
     files = [path for path in (html, markdown, junit) if path is not None]
-    beside = len(runs) > 1 and not (files or gate or policy or baseline)
-    _check(files, wanted=bool(files or gate or policy or beside))
+    _check(files, html=html, history=history)
     from rpadiag.workflows.judging import changes_along, judged
 
-    if beside:
-        _show_beside(runs, changes_along(runs), output_format)
+    if not (files or gate or policy or baseline):
+        if len(runs) == 1:
+            _show_one(runs[0], output_format)
+        else:
+            _show_beside(runs, changes_along(runs), output_format)
         return
 
     judgement = judged(runs, gate or [], policy, baseline or [])
@@ -92,12 +94,27 @@ def report(
             raise typer.Exit(code)
 
 
-def _check(files: list[Path], *, wanted: bool) -> None:
-    if not wanted:
-        raise UsageError("nothing to do", hint="add --html FILE, --markdown FILE, --junit FILE or --gate EXPR")
+def _check(files: list[Path], *, html: Path | None, history: list[Path] | None) -> None:
+    if history and html is None:
+        raise UsageError("--history is drawn on the page, and no page was asked for", hint="add --html FILE")
     for path in files:
         if files.count(path) > 1:
             raise UsageError(f"two options name the same file, {path}", hint="name a file for each")
+
+
+def _show_one(path: Path, output_format: str) -> None:
+    """One run, as the command that made it printed it."""
+    from rpadiag.cli import bisect, bisect_table, compare
+    from rpadiag.runs import open_run
+
+    run = open_run(path)
+    bisected = run.has("attribution")
+    if output_format == "json":
+        print_json({**compare.answer(run), **(bisect.tables(run) if bisected else {})})
+    elif bisected:
+        bisect_table.show(run)
+    else:
+        compare.show(run)
 
 
 def _show_beside(runs: list[Path], changes: Sequence[Changes], output_format: str) -> None:
@@ -109,7 +126,7 @@ def _show_beside(runs: list[Path], changes: Sequence[Changes], output_format: st
     numbers = numbers_of(grouped([open_run(path) for path in runs]))
     if output_format == "json":
         rows = [
-            {"group": group, "name": name, "cells": [asdict(cell) for cell in cells]}
+            {"group": group, "name": name, "cells": [_cell(cell) for cell in cells]}
             for group, found in numbers.groups
             for name, _, cells in found
         ]
@@ -123,6 +140,11 @@ def _show_beside(runs: list[Path], changes: Sequence[Changes], output_format: st
     for before, after, changed in changes:
         for finding in changed:
             say(f"{before} to {after}: {finding.text}")
+
+
+def _cell(cell: Cell) -> dict[str, Any]:
+    """A cell for machines: the number and not how a page writes it."""
+    return {"value": cell.value, "se": cell.se, "note": cell.note, "changed": cell.changed}
 
 
 def _show(judgement: Judgement | None, files: list[Path], output_format: str) -> None:
@@ -144,5 +166,7 @@ def _show(judgement: Judgement | None, files: list[Path], output_format: str) ->
             say(f"  because: {result.reason}")
     for finding in judgement.changes if judgement is not None else ():
         say(f"changed: {finding.text}")
+    if judgement is not None and judgement.baselines and not judgement.changes:
+        say("nothing that a run records changed since the baseline")
     for path in files:
         say(str(path))

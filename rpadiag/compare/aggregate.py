@@ -7,24 +7,7 @@ from dataclasses import dataclass, field
 
 from rpadiag.bits import UlpStats
 from rpadiag.compare.experts import Flips
-from rpadiag.sites import POINTS, split_site
-
-# The points whose divergence speaks for a region. The residual adds belong to rmsnorm too, but both stacks round
-# the stored sum alike, and pooling them in would halve the figure of the norms.
-TELLING_POINTS = {
-    "rmsnorm": ("input_norm", "attn_norm", "post_norm", "mlp_norm", "final_norm"),
-    "rope": ("q_rope", "k_rope"),
-    "swiglu": ("act",),
-    "qk_norm": ("q_norm", "k_norm"),
-    "attention": ("attn",),
-    "matmul": ("q", "k", "v", "o", "gate", "up", "down", "router"),
-    "all_reduce": ("o_reduce", "down_reduce"),
-    "geglu": ("geglu",),
-    "experts": ("expert_out",),
-    "lm_head": ("logits",),
-    "embed": ("embed",),
-    "sampling": ("logprob",),
-}
+from rpadiag.sites import POINTS, REGIONS, split_site, telling_points
 
 
 @dataclass(kw_only=True)
@@ -87,8 +70,8 @@ class Aggregate:
         """Local statistics pooled over layers and the telling points of each region."""
         by_point = self.local_by_point()
         out: dict[str, UlpStats] = {}
-        for region, points in TELLING_POINTS.items():
-            for point in points:
+        for region in REGIONS:
+            for point in telling_points(region):
                 if point in by_point:
                     out[region] = out[region] + by_point[point] if region in out else by_point[point]
         return out

@@ -49,6 +49,7 @@ class Control:
 class Evidence:
     """Everything the verdict is decided from.
 
+    num_generated: of num_tokens, those that the rollout sampled; the others belong to prompts.
     causes: what the stacks' manifests name (:mod:`rpadiag.compare.causes`). no_local: why local divergence was not measured,
     where neither stack's operations are at hand; sites whose inputs are equal to the bit have it all the same.
     """
@@ -60,12 +61,19 @@ class Evidence:
     max_abs_d: float
     num_tokens: int
     rollout: str
+    num_generated: int = 0
     num_nonfinite: int = 0
     weights_differing: Sequence[str] = ()
     positions: PositionCheck = field(default_factory=lambda: PositionCheck(kind="equal"))
     floors: Mapping[str, float] = field(default_factory=dict)
     causes: Sequence[Finding] = ()
     no_local: str | None = None
+
+    @property
+    def counted(self) -> str:
+        """``n = 216 tokens: 184 of prompts, 32 generated``: what a mean is over."""
+        parts = f": {self.num_tokens - self.num_generated} of prompts, {self.num_generated} generated"
+        return f"n = {self.num_tokens} tokens{parts if self.num_generated else ''}"
 
 
 def most_suspicious(aggregate: Aggregate) -> str | None:

@@ -21,7 +21,7 @@ from rpadiag.compare.evidence import (
 from rpadiag.compare.experts import flip_findings
 from rpadiag.compare.verdict_causes import beyond_in_fp32, config_differs, named_cause, other_logprobs, without_local
 from rpadiag.findings import Finding, Verdict
-from rpadiag.sites import region_of, split_site
+from rpadiag.sites import region_of, split_site, telling_points
 
 NOTABLE_LOCAL = 1e-3
 # Rounding at another point leaves magnitudes balanced within a few per cent; truncation against rounding gives 1.
@@ -194,7 +194,7 @@ def _rounding_only(e: Evidence) -> Verdict:
     return Verdict(
         kind="rounding only",
         sentence=f"Rounding only: trainer and {e.rollout} compute the same function ({proof}) and differ by {e.mean_abs_d:.3f} nats per token "
-        f"(mean |d|, n = {e.num_tokens}) {cause}.",
+        f"(mean |d|, {e.counted}) {cause}.",
         site=e.aggregate.first_divergent(),
         evidence=(_control_finding(e), *biased, *_local_findings(e), *_position_findings(e)),
     )
@@ -256,18 +256,19 @@ def _control_finding(e: Evidence) -> Finding:
 
 def _local_findings(e: Evidence) -> list[Finding]:
     out = []
+    by_point = e.aggregate.local_by_point()
     ranked = sorted(e.aggregate.local_by_region().items(), key=lambda item: -item[1].differing)
     for n, (region, stats) in enumerate(ranked):
         if region == "sampling":
             continue
-        severity = "warning" if stats.differing >= 0.01 else "info"
+        points = ", ".join(p for p in telling_points(region) if p in by_point)
         out.append(
             Finding(
                 code="local-divergence",
-                severity=severity,
+                severity="info",  # rounding at another point is what stacks are expected to do; mistakes have findings of their own
                 region=region,
                 text=f"{_label(region)} makes {_percent(stats.differing)} of its elements differ when fed the same input "
-                f"(n = {stats.n}, largest {stats.max_ulp} ULP).",
+                f"(n = {stats.n} of {points}, largest {stats.max_ulp} ULP).",
                 numbers={"local_differing": stats.differing, "n": stats.n, "max_ulp": stats.max_ulp},
                 rank=1 if n == 0 else 3 + n,
             )
@@ -286,7 +287,7 @@ def _one_sided_findings(e: Evidence) -> list[Finding]:
         out.append(
             Finding(
                 code="one-sided-rounding",
-                severity="warning",
+                severity="notice",
                 region=region,
                 text=f"{side} truncates in {_label(region)}: {100 * abs(balance):.1f} % (net) of {stats.num_differing} local differences "
                 f"point toward zero on its side. Rounding at another point would be balanced; truncation is biased and adds up with depth.",

@@ -42,7 +42,7 @@ def named_cause(e: Evidence) -> Verdict | None:
     return Verdict(
         kind="different computation",
         sentence=f"Different computation: one stack runs with {words}, the other does not. The logprobs differ by {e.mean_abs_d:.3f} nats per "
-        f"token (mean |d|, n = {e.num_tokens}); this is quantisation, not rounding, and aligning rounding positions does not remove it. "
+        f"token (mean |d|, {e.counted}); this is quantisation, not rounding, and aligning rounding positions does not remove it. "
         f"To see rounding alone, compare without it.{beside}",
         site=others[0] if others else None,
         evidence=tuple(quantised) + _config_findings(e),
@@ -58,7 +58,7 @@ def other_logprobs(e: Evidence) -> Verdict | None:
         kind="different computation",
         sentence=f"Different computation at logprob (sampling): {_lower(found[0].text)} No rounding position closes a gap that this makes: "
         f"take raw_logprobs from vLLM, or divide the trainer's logits by the temperature. Together the logprobs differ by "
-        f"{e.mean_abs_d:.3f} nats per token (mean |d|, n = {e.num_tokens}).",
+        f"{e.mean_abs_d:.3f} nats per token (mean |d|, {e.counted}).",
         site="logprob",
         evidence=found,
     )
@@ -91,7 +91,7 @@ def config_differs(e: Evidence) -> Verdict | None:
     return Verdict(
         kind="different computation",
         sentence=f"Different computation: {_lower(found[0].text)} The logprobs differ by {e.mean_abs_d:.3f} nats per token "
-        f"(mean |d|, n = {e.num_tokens}). Give both stacks the same configuration first.",
+        f"(mean |d|, {e.counted}). Give both stacks the same configuration first.",
         site=e.aggregate.first_divergent(),
         evidence=found,
     )
@@ -103,7 +103,7 @@ def without_local(e: Evidence) -> Verdict | None:
         return None
     first = e.aggregate.first_divergent()
     where = f"the first site that differs is {first}" if first else "no captured site differs, only the scores"
-    gap = f"in {e.dtype} they differ by {e.mean_abs_d:.3f} nats per token (mean |d|, n = {e.num_tokens})"
+    gap = f"in {e.dtype} they differ by {e.mean_abs_d:.3f} nats per token (mean |d|, {e.counted})"
     note = Finding(
         code="local-absent",
         severity="notice",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rpadiag.gates.measures import FLOOR_METRICS, attribution_row, family_of
+from rpadiag.gates.measures import FLOOR_METRICS, attribution_row, family_of, without_adds
 from rpadiag.runs import Run
 
 if TYPE_CHECKING:
@@ -155,7 +155,8 @@ def _prompt_counts(run: Run, head: str, region: str) -> dict[int, tuple[int, int
 
     prefix = "local_" if head == "local_differing" else ""
     n, k = f"{prefix}n", f"{prefix}num_differing"
-    rows = run.table("sites", ["prompt", "precision", "region", n, k])
+    rows = run.table("sites", ["prompt", "precision", "region", "point", n, k])
     rows = rows.filter(pc.and_(pc.equal(rows["precision"], "model"), pc.equal(rows["region"], region)))
+    rows = without_adds(rows) if prefix else rows
     sums = rows.group_by("prompt").aggregate([(n, "sum"), (k, "sum")]).to_pydict()
     return {p: (x or 0, y or 0) for p, x, y in zip(sums["prompt"], sums[f"{n}_sum"], sums[f"{k}_sum"], strict=True)}

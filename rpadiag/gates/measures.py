@@ -4,7 +4,7 @@
 ``k3_kl`` and every other number    over all tokens; ``prefill.``, ``decode.`` and ``rescored.k3_kl`` over those of one source
 ``verdict``                         the kind of the verdict, such as ``rounding only``
 ``first_divergent_site``            first site in execution order with an element that differs, or ``none``
-``local_differing.REGION``          share of elements the region makes differ when fed the same input, all its sites pooled
+``local_differing.REGION``          share of elements the region makes differ when fed the same input, its sites but the residual adds pooled
 ``max_local_differing.REGION``      the largest such share of a single site
 ``differing.REGION``                share of elements that differ end to end
 ``fp32_local_rel_l2.REGION``        largest local relative L2 of a site in the FP32 control
@@ -25,7 +25,7 @@ from rpadiag.errors import RpadiagError, unknown_name
 from rpadiag.findings import SEVERITIES
 from rpadiag.runs import Run
 from rpadiag.runs.schema import SOURCES, table_named
-from rpadiag.sites import REGIONS, in_execution_order
+from rpadiag.sites import REGIONS, RESIDUAL_ADDS, in_execution_order
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -172,11 +172,19 @@ def local_shares(run: Run) -> dict[str, float]:
     """``local_differing`` of every region where it was measured, in one read."""
     import pyarrow.compute as pc
 
-    rows = run.table("sites", ["precision", "region", "local_n", "local_num_differing"])
-    rows = rows.filter(pc.equal(rows["precision"], "model"))
+    rows = run.table("sites", ["precision", "region", "point", "local_n", "local_num_differing"])
+    rows = without_adds(rows.filter(pc.equal(rows["precision"], "model")))
     sums = rows.group_by("region").aggregate([("local_n", "sum"), ("local_num_differing", "sum")]).to_pydict()
     found = zip(sums["region"], sums["local_n_sum"], sums["local_num_differing_sum"], strict=True)
     return {region: moved / n for region, n, moved in found if n}
+
+
+def without_adds(rows: pa.Table) -> pa.Table:
+    """Site rows without the residual adds, which do not speak for their region (:func:`rpadiag.sites.telling_points`)."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    return rows.filter(pc.invert(pc.is_in(rows["point"], pa.array(RESIDUAL_ADDS))))
 
 
 def _site_metric(run: Run, parts: list[str]) -> float | str:
@@ -185,12 +193,14 @@ def _site_metric(run: Run, parts: list[str]) -> float | str:
     head = parts[0]
     fp32 = head == "fp32_local_rel_l2"
     n, differing = ("n", "num_differing") if head in ("differing", "first_divergent_site") else ("local_n", "local_num_differing")  # fmt: skip
-    columns = ["precision", "region", "site", *(["local_rel_l2"] if fp32 else [n, differing])]
+    columns = ["precision", "region", "point", "site", *(["local_rel_l2"] if fp32 else [n, differing])]
     rows = run.table("sites", columns)
     rows = rows.filter(pc.equal(rows["precision"], "fp32" if fp32 else "model"))
     if head == "first_divergent_site":
         return _first_divergent(run, rows)
     rows = rows.filter(pc.equal(rows["region"], parts[1]))
+    if head == "local_differing":
+        rows = without_adds(rows)
     if fp32:
         return _number(run, ".".join(parts), pc.max(rows["local_rel_l2"]).as_py())
     by_site = rows.group_by("site").aggregate([(n, "sum"), (differing, "sum")])

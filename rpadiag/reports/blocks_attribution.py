@@ -75,7 +75,7 @@ def _method(rows: pd.DataFrame) -> str:
     return (
         f"Every forward was repeated {count(first['num_replicates'])} times, each time with the embedding output moved by a random {MINUS}1, 0 or +1 ULP per element: "
         "too little to mean anything, enough to draw all later rounding anew. What survives the average is systematic; the rest is chaos. "
-        f"n = {count(first['num_tokens'])} tokens{inside}."
+        f"n = {count(first['num_tokens'])} tokens{inside}: all of the prompts but the first of each, which has no log-probability, and none that a rollout generated."
     )
 
 
@@ -162,7 +162,9 @@ def _attribution_table(shown: pd.DataFrame) -> Table:
                 numeric=False,
                 hint="what mean |d| of single forwards could show; saturated: nothing, only systematic effects tell parts apart",
             ),
-            Column(title="made here", hint="share of elements that differ when fed the same input"),
+            Column(
+                title="made here", hint="share of elements that differ when fed the same input; residual adds left out"
+            ),
             Column(
                 title="naive gain, nats",
                 hint="fall of mean |d| of one forward when this part alone is aligned; misleads",

@@ -6,6 +6,8 @@ this version and mode does, and the page says that it was not measured.
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 from rpadiag.contracts import CONTRACT_TYPES, Contract, RmsNormContract, contract_from_dict
 from rpadiag.errors import RpadiagError
 from rpadiag.regions.presets import PRESETS, Preset
+from rpadiag.reports import records
 from rpadiag.reports.view import MISSING, Block, Column, Command, Table
 from rpadiag.runs import Run
 
@@ -271,32 +274,31 @@ def _list(names: Sequence[str]) -> str:
 
 def _commands(run: Run, regions: Sequence[str], found: Mapping[str, Found]) -> list[Command]:
     """What aligns the trainer to the rollout, in a training script and in the next comparison; and the fingerprint where none was made."""
-    from rpadiag.reports.records import model_name
-
     rollout = found["rollout"]
-    contract = f"{run.path.name}/fingerprint.json" if rollout.measured else rollout.preset
+    where = records.directory_of(run)
+    contract = f"{where}/fingerprint.json" if rollout.measured else rollout.preset
     out = []
     if not rollout.measured:
         out.append(
-            Command(text="Measure the rollout's contracts on this run:", code=f"rpadiag fingerprint {run.path.name}")
-        )
-    if regions and contract:
-        named = ", ".join(f'"{r}"' for r in regions)
-        tail = "," if len(regions) == 1 else ""
-        out.append(
             Command(
-                text="Give the trainer the rollout's rounding positions, in the training script:",
-                code=f'import rpadiag\n\nwith rpadiag.align(model, regions=({named}{tail}), contract="{contract}"):\n    ...  # forward and backward',
+                text="Measure the rollout's contracts, which runs that stack on the run's tokens again:",
+                code=f"rpadiag fingerprint {shlex.quote(where)}",
             )
         )
-        effective = (run.manifest.get("options") or {}).get("effective") or {}
-        prompts = str(effective.get("prompts") or "PROMPTS").rsplit("/", 1)[-1]
-        out.append(
-            Command(
-                text="See what that leaves:",
-                code=f"rpadiag compare {model_name(run.manifest)} {prompts} --align {','.join(regions)} --contract {contract} --run {run.path.name}-aligned",
-            )
+    if not regions or not contract:
+        return out
+    named = ", ".join(json.dumps(r) for r in regions) + ("," if len(regions) == 1 else "")
+    out.append(
+        Command(
+            text="Give the trainer the rollout's rounding positions, in the training script:",
+            code=f"import rpadiag\n\nwith rpadiag.align(model, regions=({named}), contract={json.dumps(contract)}):\n    ...  # forward and backward",
         )
+    )
+    if "trainer" not in (
+        (run.manifest.get("options") or {}).get("effective") or {}
+    ):  # two bundles are as they were captured
+        again = records.command_line(run.manifest, align=list(regions), contract=contract, run=f"{where}-aligned")
+        out.append(Command(text="See what that leaves:", code=again))
     return out
 
 

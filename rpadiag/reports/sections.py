@@ -95,7 +95,8 @@ def _tiles(metrics: Mapping[str, Any]) -> list[Tile]:
     for f in floors:
         highest[str(f["stack"])] = max(highest[str(f["stack"])], float(f["mean_abs_d"]))
     beside = ", ".join(f"{stack} {number(value, 2)}" for stack, value in highest.items())
-    tokens = f"n = {count(values.get('num_tokens'))} tokens"
+    generated = int(((metrics.get("logprob") or {}).get("decode") or {}).get("num_tokens") or 0)
+    tokens = f"n = {count(values.get('num_tokens'))} tokens" + (f", {count(generated)} generated" if generated else "")
     tiles = [
         Tile(
             label="Mean |d| per token",

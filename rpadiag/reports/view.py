@@ -102,9 +102,14 @@ class SequenceList:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One number of one run beside others. note: how far it is from the first run's. changed: not what the first run has."""
+    """One number of one run beside others. note: how far it is from the first run's. changed: not what the first run has.
+
+    text: as a page shows it. value, se: the number itself (or the word) and its standard error, where there is one.
+    """
 
     text: str
+    value: float | int | str | None = None
+    se: float | None = None
     note: str = ""
     changed: bool = False
 

@@ -25,13 +25,14 @@ from rpadiag.compare.pairing import Pairing, SequencePair
 from rpadiag.findings import Finding, Verdict
 from rpadiag.runs import RunWriter, token_digest, weights_digest
 from rpadiag.runs.journal import Journal, journaled_run
+from rpadiag.sites import region_of
 from rpadiag.workflows.bisect_local import LocalEvidence, local_evidence, local_findings
 from rpadiag.workflows.bisect_rollout import BothStacks, replicated_rollout
 from rpadiag.workflows.bisect_score import PrefixScorer, ScoringCost
 from rpadiag.workflows.compare_rows import prompt_row
 from rpadiag.workflows.control import subset
 from rpadiag.workflows.inputs import Inputs, check_model, load_inputs
-from rpadiag.workflows.options import BisectOptions
+from rpadiag.workflows.options import ATTRIBUTABLE_REGIONS, BisectOptions
 from rpadiag.workflows.progress import SILENT, Progress
 from rpadiag.workflows.rollout import default_preset
 
@@ -93,7 +94,9 @@ def run_bisect(
             local = local_evidence(inputs.trainer, inputs.sequences, switches, plan.parts)
         result, cost = _attribute(plan, inputs, switches, journal, progress, local, engine)
         told = sorted([*findings(result), *local_findings(local)], key=lambda f: f.rank)
-        sentence = verdict(result, told)
+        there = {region_of(site) for site in inputs.facts.sites}
+        not_asked = [r for r in ATTRIBUTABLE_REGIONS if r in there and r not in options.regions]
+        sentence = verdict(result, told, not_asked=not_asked)
         journal.copy_to(run)
         run.add_attribution(attribution_rows(result))
         run.add_effects(effect_rows(result))

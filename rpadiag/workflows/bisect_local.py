@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from rpadiag.attribution.design import Part, layers_by_region
 from rpadiag.findings import Finding
-from rpadiag.sites import region_of, split_site
+from rpadiag.sites import RESIDUAL_ADDS, region_of, split_site
 from rpadiag.structure import ONE_SIDED_LIMIT
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class LocalEvidence:
 def local_findings(evidence: LocalEvidence) -> list[Finding]:
     """Regions whose differences all point one way, and why there are no first-order effects, where there are none."""
     found = [
-        Finding(code="one-sided", severity="warning", text=text, region=text.partition(":")[0], rank=12)
+        Finding(code="one-sided", severity="notice", text=text, region=text.partition(":")[0], rank=12)
         for text in evidence.one_sided_sentences()
     ]
     if evidence.reason is not None:
@@ -193,7 +193,7 @@ class _Evidence:
         )
 
     def _differing(self, sites: Sequence[str]) -> float:
-        found = [self._counts[site] for site in sites]
+        found = [self._counts[site] for site in sites if split_site(site)[1] not in RESIDUAL_ADDS]
         return sum(n for n, _ in found) / max(1, sum(n for _, n in found))
 
     def _propagate(
@@ -260,6 +260,8 @@ class _Evidence:
         return {site: torch.cat(tensors) for site, tensors in found.items()}
 
     def _count(self, site: str, aligned: torch.Tensor, own: torch.Tensor) -> None:
+        if split_site(site)[1] in RESIDUAL_ADDS:
+            return
         made = self._of(site)
         larger = (own.abs() > aligned.abs()).sum()
         differing = int((own != aligned).sum())

@@ -354,6 +354,7 @@ def conclude(
             mean_abs_d=float(metrics["mean_abs_d"]),
             max_abs_d=float(metrics["max_abs_d"]),
             num_tokens=len(p),
+            num_generated=int(decode.sum()),
             num_nonfinite=int((~np.isfinite(difference)).sum()),
             rollout=label,
             positions=check_positions(

@@ -50,14 +50,15 @@ def run_demo(options: DemoOptions, progress: Progress = SILENT) -> Demonstration
     from rpadiag.runs import open_run
     from rpadiag.workflows.bisect import run_bisect
     from rpadiag.workflows.compare import run_compare
-    from rpadiag.workflows.smollm2 import ensure_model
+    from rpadiag.workflows.smollm2 import ALIAS, ensure_model
 
     home = _next_directory(options.directory)
-    model = str(ensure_model(progress))
+    ensure_model(progress)
     html = home / "report.html"
-    with as_file(files("rpadiag") / "data" / "demo_prompts.jsonl") as prompts:
+    with as_file(files("rpadiag") / "data" / "demo_prompts.jsonl") as shipped:
+        prompts = shipped.relative_to(Path.cwd()) if shipped.is_relative_to(Path.cwd()) else shipped
         compare = CompareOptions(
-            model=model,
+            model=ALIAS,
             prompts=prompts,
             run=home / "compare",
             rollout=options.rollout,
@@ -65,7 +66,7 @@ def run_demo(options: DemoOptions, progress: Progress = SILENT) -> Demonstration
             generate=NUM_GENERATED,
         )
         bisect = BisectOptions(
-            model=model,
+            model=ALIAS,
             prompts=prompts,
             run=home / "bisect",
             replicates=options.replicates,
@@ -81,7 +82,9 @@ def run_demo(options: DemoOptions, progress: Progress = SILENT) -> Demonstration
         bisect_run=bisect.run,
         html=html,
         sentence=str((compared.verdict or {}).get("sentence", "")),
-        findings=most_important(compared.findings, bisected.findings),
+        findings=most_important(
+            compared.findings, bisected.findings, answer=str((bisected.verdict or {}).get("sentence", ""))
+        ),
     )
 
 
@@ -104,14 +107,17 @@ def _next_directory(parent: Path) -> Path:
 
 
 def most_important(
-    compared: Sequence[dict[str, Any]], bisected: Sequence[dict[str, Any]], num: int = NUM_FINDINGS
+    compared: Sequence[dict[str, Any]], bisected: Sequence[dict[str, Any]], num: int = NUM_FINDINGS, *, answer: str
 ) -> list[dict[str, Any]]:
     """The best-ranked finding of each kind over both runs: errors first, a comparison's first where ranks are equal.
 
-    A region that was not found responsible is no finding to show first: it says what is not known.
+    A region that was not found responsible is no finding to show first: it says what is not known. Those that were are one
+    finding, the bisection's ``answer``, which names all of them.
     """
     kinds: dict[str, dict[str, Any]] = {}
     told = [f for f in (*compared, *bisected) if not (f["code"] == "systematic-region" and f["severity"] == "info")]
     for finding in sorted(told, key=lambda f: (f["severity"] != "error", f["rank"])):
         kinds.setdefault(finding["code"], finding)
+    if (region := kinds.get("systematic-region")) is not None:
+        kinds["systematic-region"] = {**region, "text": answer, "region": None}
     return list(kinds.values())[:num]

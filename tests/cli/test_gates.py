@@ -57,6 +57,22 @@ def test_policy_and_baseline_as_json(run: Path, tmp_path: Path, capsys: pytest.C
     assert before.exists()
 
 
-def test_nothing_asked_is_a_usage_error(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert rpadiag(["report", str(run)]) == 2
-    assert "nothing to do" in capsys.readouterr().err
+def test_one_run_and_nothing_asked_prints_what_its_command_printed(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert rpadiag(["report", str(run)]) == 0
+    shown = capsys.readouterr().out
+    for part in ("mean |d|, nats", "Noise floors", "made here", f"run: {run}"):
+        assert part in shown
+    assert rpadiag(["report", str(run), "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["metrics"]["logprob"]["all"]["num_tokens"] > 0
+
+
+def test_baseline_without_a_gate_says_what_changed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rpadiag(["report", str(run), "--baseline", str(run)]) == 0
+    assert capsys.readouterr().out == "nothing that a run records changed since the baseline\n"
+
+
+def test_history_without_a_page_is_a_usage_error(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rpadiag(["report", str(run), "--history", str(run)]) == 2
+    assert capsys.readouterr().err.endswith("hint: add --html FILE\n")

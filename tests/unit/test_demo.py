@@ -8,19 +8,22 @@ from rpadiag.workflows.demo import most_important
 
 
 def finding(code: str, rank: int, severity: str = "info", text: str = "") -> dict[str, Any]:
-    return {"code": code, "severity": severity, "text": text, "rank": rank}
+    return {"code": code, "severity": severity, "text": text, "rank": rank, "region": None}
 
 
 COMPARED = [
-    finding("local-divergence", 1, "warning", "RoPE"),
-    finding("one-sided-rounding", 1, "warning"),
+    finding("local-divergence", 1, "info", "RoPE"),
+    finding("one-sided-rounding", 1, "notice"),
     finding("fp32-control", 2),
-    finding("local-divergence", 4, "warning", "RMSNorm"),
+    finding("local-divergence", 4, "info", "RMSNorm"),
 ]
 
 
+ANSWER = "rmsnorm and rope are responsible."
+
+
 def shown(compared: list[dict[str, Any]], bisected: list[dict[str, Any]]) -> list[str]:
-    return [f["code"] for f in most_important(compared, bisected)]
+    return [f["code"] for f in most_important(compared, bisected, answer=ANSWER)]
 
 
 def test_region_that_cannot_be_told_from_zero_is_not_among_the_three() -> None:
@@ -30,13 +33,17 @@ def test_region_that_cannot_be_told_from_zero_is_not_among_the_three() -> None:
 
 
 def test_region_that_is_responsible_comes_before_the_control_whatever_its_place_among_the_regions() -> None:
-    bisected = [finding("systematic-region", 1), finding("systematic-region", 1, "warning", "RMSNorm")]
+    bisected = [finding("systematic-region", 1), finding("systematic-region", 1, "notice", "RMSNorm")]
     assert shown(COMPARED, bisected) == ["local-divergence", "one-sided-rounding", "systematic-region"]
-    assert most_important(COMPARED, bisected)[2]["text"] == "RMSNorm"
+
+
+def test_regions_that_are_responsible_are_one_finding_that_names_all_of_them() -> None:
+    bisected = [finding("systematic-region", n, "notice", region) for n, region in ((1, "rmsnorm"), (2, "rope"))]
+    assert most_important(COMPARED, bisected, answer=ANSWER)[2]["text"] == ANSWER
 
 
 def test_each_kind_is_shown_once_by_its_best() -> None:
-    assert most_important(COMPARED, [])[0]["text"] == "RoPE"
+    assert most_important(COMPARED, [], answer="")[0]["text"] == "RoPE"
 
 
 def test_errors_come_first() -> None:

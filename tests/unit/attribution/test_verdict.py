@@ -45,9 +45,14 @@ def test_sentence_names_who_is_responsible_how_sure_and_what_aligning_does_not_r
     assert f"{result.total.chaotic_rms.value:.3f} nats rms of chaos" in said.sentence
 
 
+def test_regions_that_were_not_asked_are_named(result: Attribution) -> None:
+    said = verdict(result, findings(result), not_asked=("attention", "matmul"))
+    assert said.sentence.endswith("Not asked: attention, matmul (--regions).")
+
+
 def test_strongest_part_comes_first_with_what_aligning_it_does(result: Attribution) -> None:
     first = findings(result)[0]
-    assert (first.code, first.region, first.severity) == ("systematic-region", "rmsnorm", "warning")
+    assert (first.code, first.region, first.severity) == ("systematic-region", "rmsnorm", "notice")
     for part in ("responsible", "p = ", "40 sequences, K = 24", "policy-gradient weight", "mean |d| from"):
         assert part in first.text
     assert first.numbers["gain_of_aligning_sq"] == -result.effect("rmsnorm", "systematic_sq").change.value

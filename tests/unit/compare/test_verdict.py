@@ -76,6 +76,25 @@ def test_rounding_only_names_the_regions_that_make_it_with_their_share() -> None
     assert verdict.site == "layers.0.q_rope"
 
 
+def test_what_is_expected_under_rounding_only_is_no_warning() -> None:
+    truncated = ulp_stats(bf16(VALUES), bf16(VALUES, truncate=True))
+    control = Control(aggregate=aggregate(q_rope=off_by(1e-7)), mean_abs_d=5e-6, num_tokens=50)
+    verdict = decide(evidence(aggregate(q_rope=truncated, post_norm=rounded_elsewhere()), control))
+    graded = {f.code: f.severity for f in verdict.evidence}
+    assert graded == {"fp32-control": "info", "one-sided-rounding": "notice", "local-divergence": "info"}
+
+
+def test_residual_adds_do_not_dilute_what_norms_make_and_the_finding_says_what_is_pooled() -> None:
+    verdict = decide(evidence(aggregate(resid_attn=same(), post_norm=rounded_elsewhere(0.2))))
+    (made,) = [f for f in verdict.evidence if f.region == "rmsnorm"]
+    assert made.numbers["local_differing"] > 0.19 and "(n = 20000 of post_norm," in made.text
+
+
+def test_mean_is_over_prompts_and_what_was_generated_and_says_so() -> None:
+    verdict = decide(evidence(aggregate(q_rope=rounded_elsewhere()), num_generated=32))
+    assert "n = 100 tokens: 68 of prompts, 32 generated)" in verdict.sentence
+
+
 def test_truncation_is_told_from_rounding_elsewhere() -> None:
     truncated = ulp_stats(bf16(VALUES), bf16(VALUES, truncate=True))
     control = Control(aggregate=aggregate(q_rope=off_by(1e-7)), mean_abs_d=5e-6, num_tokens=50)

@@ -14,7 +14,8 @@ from rpadiag.errors import NotComparableError, UsageError
 from rpadiag.findings import GateResult
 from rpadiag.gates import changes_between, exit_code, judge, parse_gate
 from rpadiag.gates.margins import jackknife, margin_of
-from rpadiag.gates.measures import measure
+from rpadiag.gates.measures import local_shares, measure
+from rpadiag.reports.beside import numbers_of
 from rpadiag.runs import open_run
 
 
@@ -85,6 +86,16 @@ def test_share_of_a_region_is_that_of_its_sites_pooled(run: Path) -> None:
 def test_first_divergent_site_of_identical_stacks_is_none(tmp_path: Path) -> None:
     same = write_compare(tmp_path / "same", spread=0.0)
     assert one("first_divergent_site==none", same).status == "pass"
+
+
+def test_share_of_a_region_is_the_same_number_wherever_it_is_given(run: Path) -> None:
+    sites = open_run(run).sites()
+    norms = sites[(sites["precision"] == "model") & sites["point"].isin(["input_norm", "post_norm", "final_norm"])]
+    share = norms["local_num_differing"].sum() / norms["local_n"].sum()
+    assert measure(open_run(run), "local_differing.rmsnorm") == share
+    assert local_shares(open_run(run))["rmsnorm"] == share
+    columns = numbers_of([[open_run(run)]])
+    assert [c.value for title, rows in columns.groups for name, _, (c,) in rows if name == "rmsnorm"] == [share]
 
 
 @pytest.mark.parametrize(

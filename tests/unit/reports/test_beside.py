@@ -40,6 +40,12 @@ def test_number_far_from_the_first_runs_is_marked_with_how_far(groups: list[list
     assert other.changed and other.note == "× 3.0"
 
 
+def test_cells_hold_numbers_beside_their_text(groups: list[list[Run]]) -> None:
+    rows = rows_of(groups)
+    assert isinstance(rows["mean_abs_d, nats"][1].value, float) and isinstance(rows["num_tokens"][0].value, int)
+    assert rows["self-control"][0].se is not None and rows["self-control"][1].value is None
+
+
 def test_part_that_only_one_run_attributes_is_missing_in_the_other(groups: list[list[Run]]) -> None:
     first, other = rows_of(groups)["self-control"]
     assert "±" in first.text and other.text == "–"

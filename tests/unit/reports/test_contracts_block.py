@@ -60,7 +60,17 @@ def test_fingerprint_of_the_run_is_believed_before_any_table(run: Run) -> None:
     assert rows(block)["rmsnorm"][2:] == ["scale: bf16 against fp32", "--align rmsnorm"]
     assert block.notes[1] == "Rollout: fingerprinted bit for bit on 1 of 2 sites of this run, as vllm-eager."
     assert block.commands[0].code.splitlines()[2] == 'with rpadiag.align(model, regions=("rope", "rmsnorm"), contract="run/fingerprint.json"):'  # fmt: skip
-    assert "--align rope,rmsnorm --contract run/fingerprint.json" in block.commands[1].code
+    assert "--align rope,rmsnorm \\\n  --contract run/fingerprint.json \\\n" in block.commands[1].code + " \\\n"
+
+
+def test_commands_name_files_as_the_user_did_and_quote_them_for_a_shell(run: Run) -> None:
+    options = {"model": "models/mine", "prompts": "data/a b.txt", "run": "runs/x; reboot", "max_tokens": 12}
+    run.manifest["options"] = {"given": options, "effective": {**options, "rollout": "emulated"}}
+    measure, align, again = (command.code for command in block_of(run).commands)
+    assert measure == "rpadiag fingerprint 'runs/x; reboot'"
+    assert 'contract="vllm-cpu-avx2"' in align
+    assert again.startswith("rpadiag compare models/mine 'data/a b.txt' \\\n  --run 'runs/x; reboot-aligned'")
+    assert "--max-tokens 12" in again and "--align rope,rmsnorm" in again
 
 
 def test_fingerprint_of_the_trainer_is_not_taken_for_the_rollouts(run: Run) -> None:
