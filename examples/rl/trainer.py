@@ -6,13 +6,16 @@ the batch, with the ratio of policy to vLLM under ``importance_sampling_ratio``,
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.utils.deterministic
 from arms import Arm
 from masters import MasterAdamW, scaled
 from parts import mismatch_parts, sequence_labels, weights_equal
@@ -34,6 +37,19 @@ METRICS = {
 def seed_of(seed: int, number: int) -> int:
     """Seed of everything random in one round: sampled row i uses this plus i, so rounds are far apart."""
     return (seed * 1_000_003 + number) * 65_536 % 2**62
+
+
+@contextlib.contextmanager
+def deterministic(on: bool) -> Iterator[None]:
+    """Backward passes that add in one order, so that a resumed run has the bits of one that was not interrupted."""
+    before, filled = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(on, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 class RlTrainer(GRPOTrainer):

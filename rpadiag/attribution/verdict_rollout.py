@@ -21,8 +21,7 @@ def rollout_finding(found: AgainstRollout, *, level: float) -> Finding:
         sentences.append("Aligned, the trainer gives the engine's logprobs to the last bit in every replicate.")
     elif after.systematic_sq.p_above <= level:
         sentences.append(
-            "What is left with every part aligned is above zero: it belongs to what was not named with --regions "
-            "(attention, matmul, lm_head) or to the engine."
+            "What is left with every part aligned is above zero: it belongs to what was not named with --regions, or to the engine."
         )
     else:
         sentences.append("What is left with every part aligned cannot be told from zero.")

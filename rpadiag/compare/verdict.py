@@ -190,7 +190,7 @@ def _rounding_only(e: Evidence) -> Verdict:
         proof = f"no operation is off by more than rounding, but without an FP32 control ({e.control.reason}) a small mistake could hide"
     biased = _one_sided_findings(e)
     if biased:
-        cause += f"; {', '.join(_label(str(f.region)) for f in biased)} {'is' if len(biased) == 1 else 'are'} truncated, not rounded to nearest"
+        cause += f"; {' and '.join(_label(str(f.region)) for f in biased)} {'is' if len(biased) == 1 else 'are'} truncated, not rounded to nearest"
     return Verdict(
         kind="rounding only",
         sentence=f"Rounding only: trainer and {e.rollout} compute the same function ({proof}) and differ by {e.mean_abs_d:.3f} nats per token "

@@ -9,7 +9,19 @@ import numpy as np
 
 from rpadiag.reports import figures_attribution, figures_control, figures_sites, figures_tokens, pooling, site_details
 from rpadiag.reports.glossary import METRICS
-from rpadiag.reports.view import Block, Column, Table, TokenInContext, count, is_missing, number, percent, plural, words
+from rpadiag.reports.view import (
+    Block,
+    Column,
+    Table,
+    TokenInContext,
+    count,
+    is_missing,
+    number,
+    percent,
+    plural,
+    spoken,
+    words,
+)
 from rpadiag.runs import Run
 from rpadiag.runs.schema import SOURCES
 
@@ -169,7 +181,7 @@ def control_block(run: Run, sites: pd.DataFrame, key: str) -> Block | None:
     return Block(
         key=f"{key}-control",
         title=title,
-        lead=[finding] if finding else [],
+        lead=[spoken(finding)] if finding else [],
         figures=[figures_control.control_range(f"{key}-fp32", by_site, by_point, FP32_LOCAL_REL_L2)],
     )
 

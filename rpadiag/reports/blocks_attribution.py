@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rpadiag.reports import figures_attribution
-from rpadiag.reports.view import MINUS, Block, Column, Table, count, is_missing, number, percent, plural
+from rpadiag.reports.view import MINUS, Block, Column, Table, count, is_missing, number, percent, plural, spoken
 from rpadiag.runs import Run
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def attribution_block(run: Run, key: str, *, alone: bool) -> Block | None:
         return None
     state = run.metrics.get("attribution") or {}
     verdict = run.verdict
-    told = [str(verdict["sentence"])] if verdict and not alone else []
+    told = [spoken(str(verdict["sentence"]))] if verdict and not alone else []
     shown = figures_attribution.part_rows(rows)
     parts = list(shown[shown["design"] == "each"]["region"])
     effects = run.frame("effects")
@@ -41,6 +41,8 @@ def attribution_block(run: Run, key: str, *, alone: bool) -> Block | None:
         saturated = bool(state.get("saturated"))
         figures.append(figures_attribution.left_after_aligning(f"{key}-left", parts, effects, saturated=saturated))
         tables.append(_effects_table(parts, effects))
+    if (rows["design"] == "rollout").any():
+        figures.append(figures_attribution.against_rollout(f"{key}-rollout", rows))
     tables += [t for t in (_rollout_table(rows), _interaction_table(rows), _confirmation_table(state)) if t is not None]
     return Block(
         key=key,
@@ -203,7 +205,6 @@ def _rollout_table(rows: pd.DataFrame) -> Table | None:
     found = rows[rows["design"] == "rollout"]
     if not len(found):
         return None
-    names = {"all": "nothing", "reference": "everything"}
     return Table(
         caption="Trainers against the rollout engine, both stacks under the same noise",
         columns=[
@@ -214,7 +215,7 @@ def _rollout_table(rows: pd.DataFrame) -> Table | None:
         ],
         rows=[
             [
-                names.get(r["region"], r["region"]),
+                figures_attribution.aligned_name(r["region"]),
                 _pm(r, "systematic_sq"),
                 _pm(r, "mean_shift"),
                 number(r["mean_abs_d"]),

@@ -115,12 +115,50 @@ def systematic_forest(key: str, attribution: pd.DataFrame) -> Figure:
     """Systematic part of each part with whiskers of two standard errors; filled where it is told from zero."""
     crossed = "main" in set(attribution["design"])
     shown = part_rows(attribution, parts="main" if crossed else "each")
-    names = [row_name(d, r) for d, r in zip(shown["design"], shown["region"], strict=True)]
+    return _forest(
+        key,
+        "Systematic part",
+        (
+            "Mean squared systematic difference of a token that this part makes, averaged over all states of the others. "
+            if crossed
+            else "Mean squared systematic difference of a token when only this part keeps its own rounding. "
+        )
+        + "Whiskers are two standard errors, "
+        "from differences between sequences; a filled mark is responsible, a hollow one is not told from zero.",
+        [row_name(d, r) for d, r in zip(shown["design"], shown["region"], strict=True)],
+        shown,
+        [LIGHT.faint if d == "self" else LIGHT.local for d in shown["design"]],
+    )
+
+
+def against_rollout(key: str, attribution: pd.DataFrame) -> Figure:
+    """Systematic part of trainers held against the replicated engine: as it is, with one part aligned, with all of them."""
+    held = attribution[(attribution["design"] == "rollout") & (attribution["kind"] == "ulp")]
+    colours = [LIGHT.faint if r == "all" else LIGHT.local for r in held["region"]]
+    return _forest(
+        key,
+        "Against the rollout engine",
+        "Mean squared systematic difference of a token between this trainer and the real engine, both under the same noise. Whiskers are two "
+        "standard errors; a hollow mark is not told from zero. Aligning gains where a mark lies left of the grey one, the trainer as it is.",
+        [f"{aligned_name(r)} aligned" for r in held["region"]],
+        held,
+        colours,
+    )
+
+
+def aligned_name(region: str) -> str:
+    """What is aligned in a row of a trainer held against the rollout engine."""
+    return {"all": "nothing", "reference": "everything"}.get(region, region)
+
+
+def _forest(
+    key: str, title: str, caption: str, names: Sequence[str], shown: pd.DataFrame, colours: Sequence[str]
+) -> Figure:
+    """A mark with whiskers for each row; filled where the row is ``detectable``."""
     value = shown["systematic_sq"].to_numpy(dtype="float64")
     known = shown["systematic_sq_se"].to_numpy(dtype="float64")
     error = np.nan_to_num(known, posinf=0.0)  # one sequence has no error: a mark without whiskers
     seen = shown["detectable"].to_numpy(dtype=bool)
-    colours = [LIGHT.faint if d == "self" else LIGHT.local for d in shown["design"]]
     data = [
         {
             "type": "scatter",
@@ -131,7 +169,7 @@ def systematic_forest(key: str, attribution: pd.DataFrame) -> Figure:
             "marker": {
                 "size": 10,
                 "color": [c if s else LIGHT.panel for c, s in zip(colours, seen, strict=True)],
-                "line": {"width": 2, "color": colours},
+                "line": {"width": 2, "color": list(colours)},
             },
             "customdata": [number(e, 2) for e in known],
             "hovertemplate": "%{y}: %{x:.2e} \u00b1 %{customdata} nats\u00b2<extra></extra>",
@@ -141,14 +179,8 @@ def systematic_forest(key: str, attribution: pd.DataFrame) -> Figure:
     low = min(0.0, float(np.nanmin(value - DETECTABLE_WHISKER * error)))
     return Figure(
         key=key,
-        title="Systematic part",
-        caption=(
-            "Mean squared systematic difference of a token that this part makes, averaged over all states of the others. "
-            if crossed
-            else "Mean squared systematic difference of a token when only this part keeps its own rounding. "
-        )
-        + "Whiskers are two standard errors, "
-        "from differences between sequences; a filled mark is responsible, a hollow one is not told from zero.",
+        title=title,
+        caption=caption,
         data=data,
         layout=layout(
             40 * len(names) + 84,

@@ -114,7 +114,10 @@ def spread_sample(scored: pd.DataFrame, limit: int) -> pd.DataFrame:
 
 
 def context_of(tokens_of_prompt: pd.DataFrame, position: int) -> tuple[str, str, str]:
-    """(before, token, after): decoded text around a position of one prompt; token ids where there is no text."""
+    """(before, token, after): decoded text around a position of one prompt; token ids where there is no text.
+
+    The first token of a sequence has no log-probability and so no text here: an ellipsis stands for it.
+    """
     by_position = dict(
         zip(
             tokens_of_prompt["position"],
@@ -128,7 +131,7 @@ def context_of(tokens_of_prompt: pd.DataFrame, position: int) -> tuple[str, str,
 
     first = min(by_position)
     start = max(first, position - CONTEXT_BEFORE)
-    before = ("\u2026" if start > first else "") + words(start, position)
+    before = ("\u2026" if start else "") + words(start, position)
     end = position + 1 + CONTEXT_AFTER
     after = words(position + 1, end) + ("\u2026" if end <= max(by_position) else "")
     return before, words(position, position + 1), after

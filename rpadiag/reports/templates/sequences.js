@@ -67,6 +67,7 @@
       readout.replaceChildren(element("b", word, { class: "mono" }), ` ${say(data, at)}`);
     };
     if (data.before) text.append(element("span", `\u2026 ${data.before} tokens before `, { class: "gone" }));
+    else if (data.positions[0] > 0) text.append(element("span", "\u2026", { class: "gone" })); // the first token has no log-probability
     spans.forEach((span, index) => {
       if (index === data.generated) text.append(element("span", "generated from here", { class: "tag" }));
       text.append(span);

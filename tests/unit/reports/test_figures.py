@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from unit.reports.written_runs import write_bisect, write_compare
 
-from rpadiag.reports import pooling, theme
+from rpadiag.reports import figures_attribution, pooling, theme
 from rpadiag.reports.sections import build
 from rpadiag.reports.view import Figure
 from rpadiag.runs import open_run
@@ -88,7 +88,23 @@ def test_sample_of_tokens_always_holds_the_largest_differences() -> None:
 
 def test_context_marks_the_token_and_shows_line_ends() -> None:
     tokens = pd.DataFrame({"position": [1, 2, 3], "text": ["a\n", " b", None], "token": [7, 8, 9]})
-    assert pooling.context_of(tokens, 2) == ("a\u23ce", " b", "\u27e89\u27e9 ")
+    assert pooling.context_of(tokens, 2) == ("\u2026a\u23ce", " b", "\u27e89\u27e9 ")  # the first token has no row
+
+
+def test_trainers_against_the_engine_are_drawn_from_their_own_rows() -> None:
+    values = {"all": 8.7e-4, "rope": 2.4e-4, "reference": 1.4e-4}
+    rows = pd.DataFrame(
+        {
+            "region": [*values, "rope"], "design": [*["rollout"] * 3, "each"], "kind": "ulp", "systematic_sq": [*values.values(), 9.0],
+            "systematic_sq_se": [4.2e-4, 0.6e-4, np.inf, 1.0], "detectable": [True, True, False, True],
+        }
+    )  # fmt: skip
+    figure = figures_attribution.against_rollout("k", rows)
+    (trace,) = figure.data
+    assert trace["x"] == list(values.values())
+    assert trace["y"] == ["nothing aligned", "rope aligned", "everything aligned"]
+    assert trace["marker"]["color"][2] == theme.LIGHT.panel != trace["marker"]["color"][1]
+    assert "everything aligned: 1.40e\u22124" in figure.alt
 
 
 def test_each_light_colour_has_one_role() -> None:
