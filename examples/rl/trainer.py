@@ -26,7 +26,7 @@ from trl import GRPOTrainer
 
 from rpadiag.compare.metrics import logprob_metrics
 
-FIRST_LOSS_SCALE = 2.0**15
+FIRST_LOSS_SCALE = 2.0**12
 METRICS = {
     "mean_abs_d": "mean_abs_d", "max_abs_d": "max_abs_d", "kl": "kl", "k3_kl": "k3_kl", "chi2_token": "chi2_token", "chi2_seq": "chi2_seq",
     "rollout_is_eff_sample_size": "ess", "rollout_is_min": "ratio_min", "rollout_is_max": "ratio_max",
@@ -159,7 +159,7 @@ class RlTrainer(GRPOTrainer):
         if len(self._updates) < self.regime.updates:
             return
         total = self._clock() - self._began
-        norms = self.masters.take_norms()
+        norms = [n for n in self.masters.take_norms() if math.isfinite(n)]
         first, every = self._updates[0], self._updates
         row = self._row | {
             "reward": first.get("reward"),
@@ -171,7 +171,7 @@ class RlTrainer(GRPOTrainer):
             "loss": _mean([u.get("loss") for u in every]),
             "clip_share": _mean([u.get("clip_ratio/region_mean") for u in every]),
             "grad_norm": _mean(norms),
-            "grad_norm_max": max(norms) if norms else None,
+            "grad_norm_max": max(norms, default=None),
             "skipped_updates": self.masters.skipped,
             "loss_scale": self.masters.scale,
             "seconds_sync": self._synced_s,
