@@ -2,8 +2,8 @@
 
 R[t] is the mean reward of the SMOOTH rounds that end with round t, and best[t] the largest R so far. A run has collapsed at round c when c is the first
 round from which on, to the end of the run, R stays below LOST * best, for at least HOLD rounds, and best was at least SOMETHING: what
-never learned cannot lose. A run whose last HOLD rounds all had a loss or a gradient that is not finite has collapsed too, at the first of
-the unbroken stretch of them, and so has one that ended because of them.
+never learned cannot lose. A run whose last HOLD rounds or more had a loss that is not finite, or no finite gradient, has collapsed too, at the first
+of them.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def smoothed(rewards: Sequence[float], width: int = SMOOTH) -> list[float]:
     return [math.fsum(rewards[t - width + 1 : t + 1]) / width for t in range(width - 1, len(rewards))]
 
 
-def collapse(rewards: Sequence[float], finite: Sequence[bool] | None = None, *, diverged: bool = False) -> Collapse:
-    """rewards: one a round, in order. finite: whether the round's losses and gradients were. diverged: the run ended because they were not."""
+def collapse(rewards: Sequence[float], finite: Sequence[bool] | None = None) -> Collapse:
+    """rewards: one a round, in order. finite: whether the round had a finite loss and a finite gradient; all had by default."""
     finite = [True] * len(rewards) if finite is None else list(finite)
     if len(finite) != len(rewards):
         raise ValueError(f"{len(rewards)} rewards, {len(finite)} flags")
     means = smoothed(rewards)
     best = max(means, default=math.nan)
     tail = _length_of_tail([not f for f in finite])
-    if tail >= HOLD or diverged:
+    if tail >= HOLD:
         return Collapse(round=len(rewards) - tail, why="not finite", best=best)
     top, below = -math.inf, []
     for mean in means:

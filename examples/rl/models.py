@@ -42,15 +42,16 @@ class Recipe:
     heads: int
     kv_heads: int
     intermediate: int
-    digits: int = 3
-    terms: tuple[int, int] = (2, 8)  # lists of the pretraining text, shortest and longest
-    short: int = 4  # terms of the short and the long task of reinforcement learning
-    long: int = 8
+    digits: int = 2
+    terms: tuple[int, int] = (2, 12)  # lists of the pretraining text, shortest and longest
+    short: int = 6  # terms of the short and the long task of reinforcement learning
+    long: int = 12
     batch: int = 256
     max_steps: int = 6000
     eval_every: int = 100
     learning_rate: float = 1e-3
     target: float = 0.4  # stop when so many sampled answers of the middle task are right
+    num_eval: int = 128  # sampled answers
     pool: int = 40_000  # problems of the pretraining text
     seed: int = 1
     head_dim: int = 64
@@ -68,7 +69,7 @@ _SMALL: dict[str, Any] = {"hidden": 256, "heads": 4, "kv_heads": 2, "intermediat
 _MEDIUM: dict[str, Any] = {"hidden": 512, "heads": 8, "kv_heads": 4, "intermediate": 1536}
 _MICRO: dict[str, Any] = {
     "hidden": 128, "heads": 2, "kv_heads": 1, "intermediate": 256, "layers": 2, "digits": 1, "terms": (2, 3), "short": 2, "long": 2,
-    "batch": 64, "max_steps": 600, "eval_every": 50, "learning_rate": 3e-3, "pool": 4000,
+    "batch": 32, "max_steps": 300, "eval_every": 100, "learning_rate": 3e-3, "pool": 4000, "target": 0.2, "num_eval": 64,
 }  # fmt: skip
 RECIPES: dict[str, Recipe] = {
     "qwen2-s": Recipe(family="qwen2", layers=12, **_SMALL),
@@ -184,7 +185,9 @@ def pretrain(recipe: Recipe) -> tuple[Any, dict[str, Any]]:
             if step % 10 == 0:
                 losses.append([step, float(loss.detach())])
             if step % every == 0:
-                accuracies.append([step, sampled_accuracy(model, recipe.middle(), seed=recipe.seed)])
+                accuracies.append(
+                    [step, sampled_accuracy(model, recipe.middle(), seed=recipe.seed, num=recipe.num_eval)]
+                )
                 print(f"step {step}: loss {losses[-1][1]:.3f}, right {accuracies[-1][1]:.2f}, {time.monotonic() - start:.0f} s", file=sys.stderr)  # fmt: skip
                 if accuracies[-1][1] >= recipe.target:
                     break
@@ -220,7 +223,7 @@ def text_of(recipe: Recipe) -> tuple[Any, Any]:
     return tokens, labels
 
 
-def sampled_accuracy(model: Any, task: Task, *, seed: int, num: int = 128) -> float:
+def sampled_accuracy(model: Any, task: Task, *, seed: int, num: int) -> float:
     """Share of right answers of completions sampled at temperature 1; problems that no other part of this example uses."""
     import torch
 

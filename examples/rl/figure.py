@@ -1,0 +1,238 @@
+"""Curves and a table of a sweep: one SVG for light and dark pages, and Markdown.
+
+    python examples/rl/figure.py runs/rl/steps.parquet --svg runs/rl/curves.svg > runs/rl/table.md
+
+A thin line is one seed, a thick one the median over seeds, both over SMOOTH rounds; a disc is where a run collapsed (collapse.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from arms import ARMS, BASELINE
+from collapse import SMOOTH, Collapse, collapse, smoothed
+from table import read_table
+
+Row = dict[str, Any]
+Runs = dict[tuple[str, str, int], list[Row]]  # (model, arm, seed) -> rounds in order
+
+# Okabe and Ito's colours, told apart by colour-blind readers; black is the page's own colour.
+COLOURS = {
+    "bf16": "currentColor", "rope": "#e69f00", "fp32-output": "#0072b2", "engine": "#56b4e9", "fp32": "#009e73", "fp16": "#cc79a7",
+    "tis": "#d55e00",
+}  # fmt: skip
+PANELS = (("reward", "reward", False), ("k3_kl", "k3 KL, nats", True), ("grad_norm", "gradient norm", True))
+WIDTH, HEIGHT, LEFT, TOP, GAP = 250, 130, 58, 58, 32
+COST = ("seconds_generate", "seconds_sync", "seconds_train")
+
+
+def runs_of(rows: Sequence[Row]) -> Runs:
+    runs: Runs = {}
+    for row in sorted(rows, key=lambda r: r["round"]):
+        runs.setdefault((row["model"], row["arm"], row["seed"]), []).append(row)
+    return runs
+
+
+def collapse_of(rounds: Sequence[Row]) -> Collapse:
+    finite = [r["grad_norm"] is not None and r["loss"] is not None and math.isfinite(r["loss"]) for r in rounds]
+    return collapse([r["reward"] for r in rounds], finite)
+
+
+def cost_ratio(runs: Runs, model: str, arm: str) -> tuple[float, float, float] | None:
+    """Median and quartiles, over rounds of the same seed and number, of seconds against the baseline's; the round that starts engines is left out."""
+    ratios = []
+    for (m, a, seed), rounds in runs.items():
+        base = runs.get((model, BASELINE, seed))
+        if (m, a) == (model, arm) and base is not None:
+            known = {r["round"]: sum(r[c] for c in COST) for r in base}
+            ratios += [
+                sum(r[c] for c in COST) / known[r["round"]] for r in rounds if r["round"] in known and r["round"] > 0
+            ]
+    if len(ratios) < 2:
+        return None
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return middle, low, high
+
+
+def markdown(runs: Runs) -> str:
+    """One row a model and arm: what the seeds came to."""
+    lines = [
+        f"| model | arm | seeds | rounds | reward, last {SMOOTH} | best | collapsed | k3 KL, median | ESS, lowest | systematic, nats² | chaotic, nats² | cost of a round |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for model in dict.fromkeys(m for m, _, _ in runs):
+        for arm in (a for a in ARMS if any((m, b) == (model, a) for m, b, _ in runs)):
+            lines.append(_line(runs, model, arm))
+    return "\n".join(lines) + "\n"
+
+
+def _line(runs: Runs, model: str, arm: str) -> str:
+    mine = {seed: rounds for (m, a, seed), rounds in runs.items() if (m, a) == (model, arm)}
+    found = {s: collapse_of(r) for s, r in mine.items()}
+    every = [r for rounds in mine.values() for r in rounds]
+    gone = {s: c for s, c in found.items() if c.round is not None}
+    at = f" (round {', '.join(str(c.round) for c in gone.values())})" if gone else ""
+    last = [statistics.fmean(r["reward"] for r in rounds[-SMOOTH:]) for rounds in mine.values()]
+    best = [c.best for c in found.values() if math.isfinite(c.best)]
+    ratio = cost_ratio(runs, model, arm)
+    cells = [
+        model, arm, str(len(mine)), _range([len(r) for r in mine.values()]), _spread(last), _spread(best), f"{len(gone)} of {len(mine)}{at}",
+        _median(every, "k3_kl"), f"{min((r['ess'] for r in every if r['ess'] is not None), default=math.nan):.3f}",
+        _median(every, "systematic_sq"), _median(every, "chaotic_sq"),
+        "" if ratio is None else "1" if arm == BASELINE else f"{ratio[0]:.2f} ({ratio[1]:.2f} to {ratio[2]:.2f})",
+    ]  # fmt: skip
+    return "| " + " | ".join(cells) + " |"
+
+
+def _median(rows: Sequence[Row], column: str) -> str:
+    values = [r[column] for r in rows if r[column] is not None and math.isfinite(r[column])]
+    return f"{statistics.median(values):.1e}" if values else ""
+
+
+def _spread(values: Sequence[float]) -> str:
+    if not values:
+        return ""
+    text = f"{statistics.fmean(values):.2f}"
+    return text if len(values) == 1 else f"{text} ({min(values):.2f} to {max(values):.2f})"
+
+
+def _range(values: Sequence[int]) -> str:
+    return str(values[0]) if len(set(values)) == 1 else f"{min(values)} to {max(values)}"
+
+
+# -- the picture ------------------------------------------------------------------------------------------------
+
+
+class Axes:
+    """One panel: data to pixels. log: the vertical axis."""
+
+    def __init__(self, left: float, top: float, num_rounds: int, low: float, high: float, *, log: bool) -> None:
+        self.left, self.top, self.num_rounds, self.log = left, top, max(2, num_rounds), log
+        self.low, self.high = (math.log10(low), math.log10(high)) if log else (low, high)
+
+    def x(self, number: float) -> float:
+        return self.left + WIDTH * number / (self.num_rounds - 1)
+
+    def y(self, value: float) -> float:
+        place = math.log10(value) if self.log else value
+        return self.top + HEIGHT * (1 - (place - self.low) / (self.high - self.low))
+
+    def line(self, points: Sequence[tuple[float, float]], colour: str, width: float, opacity: float) -> str:
+        shown = [(x, v) for x, v in points if math.isfinite(v) and not (self.log and v <= 0)]
+        path = " ".join(f"{self.x(x):.1f},{self.y(v):.1f}" for x, v in shown)
+        return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}" stroke-opacity="{opacity}" stroke-linejoin="round"/>'
+
+    def frame(self, title: str) -> list[str]:
+        out = []
+        for value, text in self._ticks():
+            y = self.y(value)
+            out.append(f'<line x1="{self.left}" x2="{self.left + WIDTH}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
+            out.append(f'<text x="{self.left - 6}" y="{y + 3.5:.1f}" text-anchor="end">{text}</text>')
+        for share in (0.0, 0.5, 1.0):
+            number = round(share * (self.num_rounds - 1))
+            out.append(
+                f'<text x="{self.x(number):.1f}" y="{self.top + HEIGHT + 14}" text-anchor="middle">{number}</text>'
+            )
+        if title:
+            out.append(
+                f'<text x="{self.left + WIDTH / 2}" y="{self.top - 8}" text-anchor="middle" class="title">{title}</text>'
+            )
+        return out
+
+    def _ticks(self) -> list[tuple[float, str]]:
+        if self.log:
+            step = max(1, math.ceil((self.high - self.low) / 4))
+            return [(10.0**e, f"1e{e}") for e in range(math.ceil(self.low), math.floor(self.high) + 1, step)]
+        return [
+            (self.low + (self.high - self.low) * i / 4, f"{self.low + (self.high - self.low) * i / 4:.2g}")
+            for i in range(5)
+        ]
+
+
+def curves(rounds: Sequence[Row], column: str) -> list[tuple[float, float]]:
+    """(round, mean over SMOOTH rounds), missing values left out of the means; runs shorter than that as they are."""
+    values = [math.nan if r[column] is None else float(r[column]) for r in rounds]
+    if len(values) < SMOOTH:
+        return list(zip((r["round"] for r in rounds), values, strict=True))
+    return list(zip((r["round"] for r in rounds[SMOOTH - 1 :]), smoothed(values), strict=True))
+
+
+def median_of(lines: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
+    """Median over seeds where all of them have a value."""
+    tables = [dict(line) for line in lines]
+    shared = sorted(set.intersection(*(set(t) for t in tables))) if tables else []
+    return [(x, statistics.median(t[x] for t in tables)) for x in shared]
+
+
+def svg(runs: Runs) -> str:
+    """Columns are models, rows are PANELS."""
+    models = list(dict.fromkeys(m for m, _, _ in runs))
+    arms = [a for a in ARMS if any(b == a for _, b, _ in runs)]
+    width = LEFT + len(models) * (WIDTH + GAP + LEFT) - LEFT + 10
+    height = TOP + len(PANELS) * (HEIGHT + GAP + 14)
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">',
+        "<title>Reward, mismatch and gradient norm of each arm over the rounds of training</title>",
+        "<style>svg{color:#1f2328;background:#fff}text{font:11px system-ui,sans-serif;fill:currentColor}.title{font-weight:600;font-size:12px}"
+        ".grid{stroke:currentColor;stroke-opacity:.15}@media(prefers-color-scheme:dark){svg{color:#e6edf3;background:#0d1117}}</style>",
+    ]
+    x = float(LEFT)
+    for arm in arms:
+        out.append(f'<line x1="{x}" x2="{x + 18}" y1="16" y2="16" stroke="{COLOURS[arm]}" stroke-width="2.5"/>')
+        out.append(f'<text x="{x + 23}" y="20">{arm}</text>')
+        x += 40 + 7 * len(arm)
+    for j, (column, label, log) in enumerate(PANELS):
+        for i, model in enumerate(models):
+            left, top = LEFT + i * (WIDTH + GAP + LEFT), TOP + j * (HEIGHT + GAP + 14)
+            mine = {k: r for k, r in runs.items() if k[0] == model}
+            out += _panel(mine, column, left, top, log=log, title=f"{model}: {label}" if j == 0 else label)
+    out.append(f'<text x="{LEFT + WIDTH / 2}" y="{height - 16}" text-anchor="middle">round</text></svg>')
+    return "\n".join(out) + "\n"
+
+
+def _panel(mine: Runs, column: str, left: float, top: float, *, log: bool, title: str) -> list[str]:
+    lines = {key: curves(rounds, column) for key, rounds in mine.items()}
+    values = [v for line in lines.values() for _, v in line if math.isfinite(v) and (v > 0 or not log)]
+    low, high = (min(values, default=0.1), max(values, default=1.0)) if log else (0.0, 1.0)
+    if log:
+        low, high = 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high) + 1e-9)
+    axes = Axes(left, top, max(r[-1]["round"] for r in mine.values()) + 1, low, high, log=log)
+    out = axes.frame(title)
+    for arm in (a for a in ARMS if any(k[1] == a for k in lines)):
+        seeds = {k: line for k, line in lines.items() if k[1] == arm}
+        if len(seeds) > 1:
+            out += [axes.line(line, COLOURS[arm], 0.8, 0.45) for line in seeds.values()]
+        out.append(axes.line(median_of(list(seeds.values())), COLOURS[arm], 2.0, 1.0))
+        for (model, _, seed), line in seeds.items():
+            found = collapse_of(mine[model, arm, seed])
+            at = dict(line).get(found.round) if column == "reward" and found.round is not None else None
+            if at is not None and math.isfinite(at):
+                out.append(
+                    f'<circle cx="{axes.x(found.round or 0):.1f}" cy="{axes.y(at):.1f}" r="4" fill="{COLOURS[arm]}"/>'
+                )
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "steps", type=Path, nargs="+", help="steps.parquet of sweeps; later files replace runs of earlier ones"
+    )
+    parser.add_argument("--svg", type=Path)
+    given = parser.parse_args()
+    runs: Runs = {}
+    for path in given.steps:
+        rows, _ = read_table(path)
+        runs |= runs_of(rows)
+    if given.svg is not None:
+        given.svg.write_text(svg(runs), encoding="utf-8")
+    print(markdown(runs), end="")
+
+
+if __name__ == "__main__":
+    main()
