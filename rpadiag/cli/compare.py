@@ -10,7 +10,17 @@ import typer
 
 from rpadiag.cli import options as shared
 from rpadiag.cli.bars import progress_on_stderr
-from rpadiag.cli.output import hint, interruptible, number, percent, print_findings, print_json, print_table, say
+from rpadiag.cli.output import (
+    NOT_MEASURED,
+    hint,
+    interruptible,
+    number,
+    percent,
+    print_findings,
+    print_json,
+    print_table,
+    say,
+)
 from rpadiag.errors import EXIT_UNANSWERABLE, UsageError, unknown_name
 from rpadiag.workflows.options import CONTROLS, ROLLOUTS, TIMEOUT_S, BundlesOptions, CompareOptions
 
@@ -287,6 +297,12 @@ def _made_here(row: Mapping[Any, Any]) -> str:
     return f"{shown} of {int(row['local_n']):,}" if partly else shown
 
 
+def _elements(row: Mapping[Any, Any]) -> str:
+    """Elements compared; of an all-reduce, which the trainer lacks, those compared locally."""
+    known = [row[name] for name in ("n", "local_n") if row[name] > 0]
+    return number(int(known[0])) if known else NOT_MEASURED
+
+
 def _show_points(run: Run) -> None:
     """Local against propagated divergence, one row per point, pooled over layers and prompts."""
     if not run.has("sites"):
@@ -295,7 +311,7 @@ def _show_points(run: Run) -> None:
 
     pooled = pool_sites(run.sites(), precision="model", by=("point",))
     rows = [
-        (str(r["point"]), str(r["region"]), _made_here(r), percent(r["differing"]), number(int(r["n"])))
+        (str(r["point"]), str(r["region"]), _made_here(r), percent(r["differing"]), _elements(r))
         for r in pooled.to_dict("records")
     ]
     title = "Sites: elements that differ, all layers"

@@ -38,4 +38,7 @@ def demo(
     say("The three most important findings:")
     print_findings(done.findings)
     say()
+    if all(finding["text"] != done.answer for finding in done.findings):
+        say(done.answer)
+        say()
     say(f"report: {done.html}")

@@ -207,7 +207,7 @@ def _site_metric(run: Run, parts: list[str]) -> float | str:
     counts, moved = by_site[f"{n}_sum"].to_numpy(), by_site[f"{differing}_sum"].to_numpy()
     measured = counts > 0  # NaN, where nothing was measured, is not
     if not measured.any():
-        where = f"local divergence of {parts[1]}" if n == "local_n" else f"sites of {parts[1]}"
+        where = f"local divergence of {parts[1]}" if n == "local_n" else f"end-to-end divergence of {parts[1]}"
         raise NotMeasured(f"run {run.path} has no {'.'.join(parts)}: no {where} was measured")
     if head == "max_local_differing":
         return float((moved[measured] / counts[measured]).max())

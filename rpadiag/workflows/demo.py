@@ -30,12 +30,14 @@ class DemoOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Demonstration:
-    """A finished demo. findings: the most important ones of both runs, as in ``findings.json``."""
+    """A finished demo. sentence, answer: the verdicts of the comparison and of the bisection. findings: the most important
+    ones of both runs, as in ``findings.json``."""
 
     compare_run: Path
     bisect_run: Path
     html: Path
     sentence: str
+    answer: str
     findings: Sequence[dict[str, Any]]
 
 
@@ -77,14 +79,14 @@ def run_demo(options: DemoOptions, progress: Progress = SILENT) -> Demonstration
     with progress.stage("draw the report"):
         write_report([compare.run, bisect.run], html)
     compared, bisected = open_run(compare.run), open_run(bisect.run)
+    sentence, answer = (str((run.verdict or {}).get("sentence", "")) for run in (compared, bisected))
     return Demonstration(
         compare_run=compare.run,
         bisect_run=bisect.run,
         html=html,
-        sentence=str((compared.verdict or {}).get("sentence", "")),
-        findings=most_important(
-            compared.findings, bisected.findings, answer=str((bisected.verdict or {}).get("sentence", ""))
-        ),
+        sentence=sentence,
+        answer=answer,
+        findings=most_important(compared.findings, bisected.findings, answer=answer),
     )
 
 

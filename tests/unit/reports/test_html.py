@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from unit.reports.written_runs import write_bisect, write_compare
 
+from rpadiag.cli.app import run as main
 from rpadiag.errors import InputError, NotComparableError, UsageError
 from rpadiag.reports.html import script_json, write_report
 from rpadiag.runs import create_run
@@ -43,6 +44,18 @@ def figures_of(page: str) -> dict[str, object]:
     found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, flags=re.DOTALL)
     assert found is not None
     return dict(json.loads(found.group(1)))
+
+
+def test_all_reduces_which_one_stack_lacks_are_shown_in_every_form(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_compare(tmp_path / "ranks", num_layers=2, reduced=True)
+    assert main(["report", str(run), "--html", str(tmp_path / "a.html"), "--markdown", str(tmp_path / "a.md")]) == 0
+    assert "layers.1.down_reduce" in (tmp_path / "a.html").read_text(encoding="utf-8")
+    capsys.readouterr()
+    assert main(["report", str(run)]) == 0
+    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("o_reduce")]
+    assert row == ["o_reduce", "all_reduce", "0", "%", "-", f"{2 * 3 * 48 * 576:,}"]
 
 
 def test_page_is_under_eight_megabytes_with_plotly_once(page: str) -> None:

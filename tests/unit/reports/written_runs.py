@@ -59,8 +59,9 @@ def write_compare(
     weight: str = "0f",
     spread: float = 1.0,
     decoded: bool = True,
+    reduced: bool = False,
 ) -> Path:
-    """A complete compare run; ``spread`` scales every difference, without ``decoded`` there is no text; ``odd_word`` is the token furthest apart, ``prompt_text`` the first prompt."""
+    """A complete compare run, with the all-reduces of several ranks where ``reduced``; ``spread`` scales every difference, without ``decoded`` there is no text; ``odd_word`` is the token furthest apart, ``prompt_text`` the first prompt."""
     rng = np.random.default_rng(7)
     options = {
         "model": "smollm2-135m",
@@ -96,6 +97,8 @@ def write_compare(
             run.add_tokens(columns)
             for precision in ("model", "fp32"):
                 run.add_sites(_site_rows(prompt, precision, num_layers, num_tokens, rng, spread))
+            if reduced:
+                run.add_sites(_reduced_rows(prompt, num_layers, num_tokens * 576))
         p, q = (np.concatenate(side) for side in zip(*p_and_q, strict=True))
         metrics = logprob_metrics(p, q, sequence_ids=np.concatenate(owner), p_argmax=p, q_argmax=p)
         run.set_metrics({"logprob": {"all": metrics, "prefill": metrics, "decode": metrics}, "floors": _floors(len(p))})
@@ -184,6 +187,17 @@ def _site_rows(
             row["inherited_differing"] = max(total - local, 0.0)
         rows.append(row)
     return rows
+
+
+def _reduced_rows(prompt: int, num_layers: int, n: int) -> list[dict[str, Any]]:
+    """Rows of the all-reduces, which the trainer lacks: local columns alone."""
+    return [
+        {
+            "prompt": prompt, "precision": "model", "source": "prefill", "layer": layer, "site": f"layers.{layer}.{point}", "point": point,
+            "region": "all_reduce", "pair": "trainer|rollout", **_ulp(n, 0.0, 0.0, "local_"),
+        }
+        for layer in range(num_layers) for point in ("o_reduce", "down_reduce")
+    ]  # fmt: skip
 
 
 def _ulp(n: int, share: float, rel_l2: float, prefix: str) -> dict[str, Any]:
