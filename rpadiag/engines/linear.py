@@ -2,7 +2,8 @@
 
 Rounding is left out on purpose: its derivative is zero or infinite. The point of differentiation is the FP32 forward, which is
 within rounding of every rounded one. Forward mode gives the change of each logprob (J e), backward mode the change of their sum by
-site and token (e times gradient) for all sites in one pass. Shape legend: T tokens of one sequence, W width of a site.
+site and token (e times gradient) for all sites in one pass. Sequences go through together, right-padded: attention is causal, so no
+token sees padding. Shape legend: B sequences, T tokens of the longest, W width of a site.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ class LinearTrainer:
 
     def changes(self, token_ids: Sequence[int], errors: Mapping[str, torch.Tensor]) -> np.ndarray:
         """float64 [T-1]: first-order change of each logprob when every site moves by its error [T, W], in nats."""
+        return self.changes_of([token_ids], {site: error[None] for site, error in errors.items()})[0]
+
+    def changes_of(self, sequences: Sequence[Sequence[int]], errors: Mapping[str, torch.Tensor]) -> list[np.ndarray]:
+        """:meth:`changes` of each sequence; errors [B, T, W], whatever stands behind a sequence's end is left out."""
         here = {site: error for site, error in errors.items() if site != "logits"}
 
         def add(site: str, source: Source, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -51,39 +56,47 @@ class LinearTrainer:
                 return None
             return tensor + nothing
 
+        ids = self._padded(sequences)
         with forward_ad.dual_level(), torch.no_grad(), self._visited(here, add):
-            logits = self._logits(token_ids)
+            logits = self._engine.model(input_ids=ids, use_cache=False).logits
             if "logits" in errors:
-                shaped = errors["logits"].to(logits)[None]
-                logits = logits + forward_ad.make_dual(torch.zeros_like(logits), shaped)
-            change = forward_ad.unpack_dual(_logprobs(logits, token_ids)).tangent
-            if change is None:
-                return np.zeros(len(token_ids) - 1)
-            return change.double().cpu().numpy()
+                moved = errors["logits"].to(logits)
+                logits = logits + forward_ad.make_dual(torch.zeros_like(logits), moved)
+            change = forward_ad.unpack_dual(_logprobs(logits, ids)).tangent
+            rows = np.zeros((len(ids), ids.shape[1] - 1)) if change is None else change.double().cpu().numpy()
+        return [row[: len(sequence) - 1] for row, sequence in zip(rows, sequences, strict=True)]
 
     def gradients(self, token_ids: Sequence[int], sites: Sequence[str]) -> dict[str, torch.Tensor]:
         """Gradient [T, W] of the sum of all logprobs at each site, from one backward pass."""
+        return {site: gradient[0] for site, gradient in self.gradients_of([token_ids], sites).items()}
+
+    def gradients_of(self, sequences: Sequence[Sequence[int]], sites: Sequence[str]) -> dict[str, torch.Tensor]:
+        """:meth:`gradients` of several sequences, [B, T, W]; zero behind a sequence's end."""
         found: dict[str, torch.Tensor] = {}
+        ids = self._padded(sequences)
 
         def watch(site: str, source: Source, tensor: torch.Tensor) -> None:
-            tensor.register_hook(lambda grad: found.__setitem__(site, _token_major(grad, source)))
+            tensor.register_hook(lambda grad: found.__setitem__(site, _token_major(grad, source, ids.shape)))
 
         embed = self._engine.model.get_submodule(self._engine.family.trainer["embed"].module)
         leaf = embed.register_forward_hook(lambda _m, _a, out: out.detach().requires_grad_())
+        real = torch.zeros(len(sequences), ids.shape[1] - 1, device=ids.device)
+        for row, sequence in zip(real, sequences, strict=True):
+            row[: len(sequence) - 1] = 1.0
         try:
             with self._visited([s for s in sites if s != "logits"], watch), torch.enable_grad():
-                logits = self._logits(token_ids)
+                logits = self._engine.model(input_ids=ids, use_cache=False).logits
                 if "logits" in sites:
-                    logits.register_hook(lambda grad: found.__setitem__("logits", grad[0]))
-                _logprobs(logits, token_ids).sum().backward()
+                    logits.register_hook(lambda grad: found.__setitem__("logits", grad))
+                (_logprobs(logits, ids) * real).sum().backward()
         finally:
             leaf.remove()
         return found
 
-    def _logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        ids = torch.as_tensor([list(token_ids)], dtype=torch.int64, device=self._engine.device)
-        logits: torch.Tensor = self._engine.model(input_ids=ids, use_cache=False).logits
-        return logits
+    def _padded(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+        """int64 [B, T] on the model's device, token 0 behind each sequence's end."""
+        rows = [torch.as_tensor(list(ids), dtype=torch.int64) for ids in sequences]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self._engine.device)
 
     @contextlib.contextmanager
     def _visited(self, sites: Sequence[str] | Mapping[str, Any], visit: Visit) -> Iterator[None]:
@@ -114,10 +127,9 @@ class LinearTrainer:
             yield
 
 
-def _logprobs(logits: torch.Tensor, token_ids: Sequence[int]) -> torch.Tensor:
-    """[T-1] from logits [1, T, V], in their dtype."""
-    targets = torch.as_tensor(token_ids, dtype=torch.int64, device=logits.device)[1:, None]
-    return torch.log_softmax(logits[0, :-1], dim=-1).gather(1, targets)[:, 0]
+def _logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """[B, T-1] from logits [B, T, V], in their dtype."""
+    return torch.log_softmax(logits[:, :-1], dim=-1).gather(2, ids[:, 1:, None])[:, :, 0]
 
 
 def _before(site: str, source: Source, visit: Visit) -> Any:
@@ -142,16 +154,16 @@ def _heads_first(source: Source) -> bool:
     return source.take in ("query", "key") or source.heads_first
 
 
-def _token_major(tensor: torch.Tensor, source: Source) -> torch.Tensor:
-    """[T, W] of a tensor at a site, [1, T, ...] or [1, heads, T, head_dim]."""
+def _token_major(tensor: torch.Tensor, source: Source, shape: Sequence[int]) -> torch.Tensor:
+    """[B, T, W] of a tensor at a site, [B, T, ...] or [B, heads, T, head_dim]; shape: B and T."""
     laid = tensor.transpose(1, 2) if _heads_first(source) else tensor
-    return laid.reshape(laid.shape[1], -1)
+    return laid.reshape(*shape, -1)
 
 
 def _shaped_like(error: torch.Tensor, tensor: torch.Tensor, source: Source) -> torch.Tensor:
-    """An error [T, W] in the shape and dtype of the tensor at its site."""
+    """An error [B, T, W] in the shape and dtype of the tensor at its site."""
     moved = error.to(tensor)
     if not _heads_first(source):
         return moved.reshape(tensor.shape)
-    _, heads, tokens, width = tensor.shape
-    return moved.reshape(1, tokens, heads, width).transpose(1, 2)
+    rows, heads, tokens, width = tensor.shape
+    return moved.reshape(rows, tokens, heads, width).transpose(1, 2)

@@ -69,6 +69,10 @@ class Sections:
         self._embed = trainer.model.get_submodule(embed)
         self._decoder: Any = trainer.model.get_submodule(embed.rpartition(".")[0])
         self.num_layers = trainer.facts.num_layers
+        shapes = [tuple((n, p.shape) for n, p in layer.named_parameters()) for layer in self._decoder.layers]
+        self.num_distinct = 1 + max(
+            map(shapes.index, shapes)
+        )  # so many layers from the first on have one of every shape
 
     def embedded(self, batch: Batch) -> torch.Tensor:
         """The embedding module's output [B, T, H], moved by the batch's draws: the state that enters layer 0."""

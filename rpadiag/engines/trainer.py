@@ -1,4 +1,4 @@
-"""The trainer stack: a transformers causal language model, one unpadded sequence per forward."""
+"""The trainer stack: a transformers causal language model, one unpadded sequence per forward, or rows of equal length."""
 
 from __future__ import annotations
 
@@ -174,6 +174,20 @@ class TrainerEngine:
         if "logprob" in sites and on_site is not None:
             on_site("logprob", torch.from_numpy(scores.logprob)[:, None])
         return scores
+
+    def visit_batch(self, sequences: Sequence[Sequence[int]], *, sites: Sequence[str], on_site: OnSite) -> None:
+        """Run sequences of equal length as one batch for what they make at sites: ``on_site(site, tensor [B * T, W])``, row after row.
+
+        Nothing is scored, and the head runs for the site ``logits`` only. Errors are those of :meth:`forward`.
+        """
+        for ids in sequences:
+            self._check_tokens(ids)
+        embed = self.family.trainer["embed"].module
+        called = self.model if "logits" in sites else self.model.get_submodule(embed.rpartition(".")[0])
+        given = torch.as_tensor([list(ids) for ids in sequences], dtype=torch.int64, device=self.device)
+        reader = SiteReader(self.model, self.family, self.facts, sites, on_site)
+        with reader.attached(), torch.no_grad(), _evaluation(self.model):
+            called(input_ids=given, use_cache=False)
 
     def forward_padded(self, sequences: Sequence[Sequence[int]]) -> list[TokenScores]:
         """Score several sequences in one right-padded batch: the trainer against itself, as a noise floor."""

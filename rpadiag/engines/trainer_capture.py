@@ -66,12 +66,12 @@ def chosen_output(output: Any, source: Source) -> torch.Tensor:
 
 
 def token_major(tensor: torch.Tensor) -> torch.Tensor:
-    """[T, W] of one sequence's [1, T, W], [1, T, heads, head_dim] or [T, W]."""
-    return tensor if tensor.dim() == 2 else tensor.reshape(tensor.shape[1], -1)
+    """[B * T, W], row after row, of [B, T, W], [B, T, heads, head_dim] or what is so already."""
+    return tensor if tensor.dim() == 2 else tensor.reshape(tensor.shape[0] * tensor.shape[1], -1)
 
 
 class SiteReader:
-    """Calls ``on_site`` for each requested site as a forward reaches it, with a [T, W] view of one sequence.
+    """Calls ``on_site`` for each requested site as a forward reaches it, with a [T, W] view; of B rows [B * T, W], row after row.
 
     positions: int64 [T] as the rotary embedding received them, after the forward.
     """
@@ -135,7 +135,7 @@ class SiteReader:
         return capture
 
     def _emit(self, site: str, tensor: torch.Tensor) -> None:
-        """``tensor`` is [1, T, W], [1, T, heads, head_dim] or, from a module that packs its tokens, [T, W]."""
+        """``tensor`` is [B, T, W], [B, T, heads, head_dim] or, from a module that packs its tokens, [B * T, W]."""
         self._fired[site] = self._fired.get(site, 0) + 1
         self._on_site(site, token_major(tensor))
 

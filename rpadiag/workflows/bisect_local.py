@@ -135,13 +135,22 @@ def local_evidence(
 
 @dataclass(kw_only=True)
 class _Chunk:
-    """Sequences whose intermediates are held together. rows: the slice of each sequence in tensors [rows, W] of one draw."""
+    """Sequences, with their numbers, whose intermediates are held together."""
 
     sequences: list[tuple[int, TokenSequence]] = field(default_factory=list)
 
     @property
+    def lengths(self) -> list[int]:
+        return [len(s.token_ids) for _, s in self.sequences]
+
+    @property
     def num_tokens(self) -> int:
-        return sum(len(s.token_ids) for _, s in self.sequences)
+        return sum(self.lengths)
+
+    def rows(self, place: int) -> slice:
+        """Where the sequence at a place is in tensors [tokens, W] of one draw."""
+        start = sum(self.lengths[:place])
+        return slice(start, start + self.lengths[place])
 
 
 class _Evidence:
@@ -168,19 +177,15 @@ class _Evidence:
         reason = None
         for chunk in _chunks(sequences, CHUNK_TOKENS // self._num_draws):
             errors = self._errors(chunk)
-            start = 0
-            for number, sequence in chunk.sequences:
-                rows = slice(start, start + len(sequence.token_ids))
-                start = rows.stop
-                here = {site: error[rows] for site, error in errors.items()}
-                if reason is None:
-                    try:
-                        self._propagate(linear, sequence.token_ids, here, number, effects)
-                    except (
-                        RuntimeError,
-                        NotImplementedError,
-                    ) as error:  # an operator of the model without a derivative
-                        reason = f"the trainer cannot be differentiated: {str(error).splitlines()[0]}"
+            if reason is None:
+                try:
+                    for places in _padded_groups(chunk.lengths):
+                        self._propagate(linear, chunk, places, errors, effects)
+                except (
+                    RuntimeError,
+                    NotImplementedError,
+                ) as error:  # an operator of the model without a derivative
+                    reason = f"the trainer cannot be differentiated: {str(error).splitlines()[0]}"
         total = sum(len(s.token_ids) - 1 for s in sequences)
         for made in self._made.values():
             made.shift = made.shift / total if reason is None else float("nan")
@@ -199,17 +204,27 @@ class _Evidence:
     def _propagate(
         self,
         linear: LinearTrainer,
-        token_ids: Sequence[int],
+        chunk: _Chunk,
+        places: Sequence[int],
         errors: Mapping[str, torch.Tensor],
-        number: int,
         effects: Mapping[str, list[Any]],
     ) -> None:
+        """Send the errors of the chunk's sequences at ``places`` through the derivative, all of them at once."""
+        from torch.nn.utils.rnn import pad_sequence
+
+        ids = [chunk.sequences[place][1].token_ids for place in places]
+        padded = {}
+        for site, error in errors.items():
+            if bool((laid := pad_sequence([error[chunk.rows(p)] for p in places], batch_first=True)).any()):
+                padded[site] = laid
         for name, sites in self._sites.items():
-            here = {site: errors[site] for site in sites if bool(errors[site].any())}
-            effects[name][number] = linear.changes(token_ids, here) if here else np.zeros(len(token_ids) - 1)
-        some = [site for site in self._wanted if bool(errors[site].any())]
-        for site, gradient in linear.gradients(token_ids, some).items() if some else ():
-            self._of(site).shift += float((gradient.double() * errors[site].to(gradient.device).double()).sum())
+            here = {site: padded[site] for site in sites if site in padded}
+            changes = linear.changes_of(ids, here) if here else [np.zeros(len(i) - 1) for i in ids]
+            for place, change in zip(places, changes, strict=True):
+                effects[name][chunk.sequences[place][0]] = change
+        some = [site for site in self._wanted if site in padded]
+        for site, gradient in linear.gradients_of(ids, some).items() if some else ():
+            self._of(site).shift += float((gradient.double() * padded[site].to(gradient.device).double()).sum())
 
     def _of(self, site: str) -> Made:
         layer, _ = split_site(site)
@@ -244,20 +259,30 @@ class _Evidence:
         return torch.cat([self._trainer.replay(site, part, positions=range(len(part[0]))) for part in parts])
 
     def _capture(self, chunk: _Chunk) -> dict[str, torch.Tensor]:
-        """Every tensor that is needed of the aligned forward, [draws * tokens, W], draw after draw."""
-        import torch
+        """Every tensor that is needed of the aligned forward, [draws * tokens, W], draw after draw.
 
+        Sequences of equal length are rows of one batch, under every draw.
+        """
         needed = {*self._wanted, *(name for reads in self._reads.values() for name in reads)}
         sites = [s for s in self._trainer.facts.sites if s in needed]
-        found: dict[str, list[torch.Tensor]] = {site: [] for site in sites}
+        found: dict[str, torch.Tensor] = {}
         with self._switches.aligned(self._aligned):
-            for draw in range(self._num_draws):
-                for number, sequence in chunk.sequences:
-                    with _noisy_embedding(self._trainer, sequence, draw, number):
-                        self._trainer.forward(
-                            sequence.token_ids, sites=sites, on_site=lambda site, x: found[site].append(x.clone())
-                        )
-        return {site: torch.cat(tensors) for site, tensors in found.items()}
+            for length in sorted(set(chunk.lengths)):
+                places = [place for place, other in enumerate(chunk.lengths) if other == length]
+
+                def keep(site: str, tensor: torch.Tensor, places: Sequence[int] = places, length: int = length) -> None:
+                    width = tensor.shape[-1]
+                    laid = tensor.reshape(self._num_draws, len(places), length, width)
+                    if site not in found:
+                        found[site] = tensor.new_empty(self._num_draws, chunk.num_tokens, width)
+                    for number, place in enumerate(places):
+                        found[site][:, chunk.rows(place)] = laid[:, number]
+
+                rows = [chunk.sequences[place] for place in places]
+                with _noisy_embedding(self._trainer, rows, self._num_draws):
+                    ids = [sequence.token_ids for _, sequence in rows] * self._num_draws
+                    self._trainer.visit_batch(ids, sites=sites, on_site=keep)
+        return {site: tensor.flatten(0, 1) for site, tensor in found.items()}
 
     def _count(self, site: str, aligned: torch.Tensor, own: torch.Tensor) -> None:
         if split_site(site)[1] in RESIDUAL_ADDS:
@@ -273,7 +298,8 @@ class _Evidence:
         made.num_toward += differing - int(larger)
 
 
-def _noisy_embedding(trainer: TrainerEngine, sequence: TokenSequence, draw: int, number: int) -> Any:
+def _noisy_embedding(trainer: TrainerEngine, rows: Sequence[tuple[int, TokenSequence]], num_draws: int) -> Any:
+    """The embedding output of a batch moved while the block runs: every numbered sequence of ``rows`` under draw 0, then 1, ..."""
     import contextlib
 
     import torch
@@ -282,9 +308,13 @@ def _noisy_embedding(trainer: TrainerEngine, sequence: TokenSequence, draw: int,
     from rpadiag.engines.sections import moved_embedding
 
     width = trainer.facts.hidden_size
-    drawn = ulp_draws(len(sequence.token_ids), width, seed=DRAW_SEED + draw, number=number)
+    drawn = [
+        ulp_draws(len(sequence.token_ids), width, seed=DRAW_SEED + draw, number=number)
+        for draw in range(num_draws)
+        for number, sequence in rows
+    ]
     stack = contextlib.ExitStack()
-    hook = moved_embedding(torch.from_numpy(drawn)[None].to(trainer.device))
+    hook = moved_embedding(torch.from_numpy(np.stack(drawn)).to(trainer.device))
     module = trainer.model.get_submodule(trainer.family.trainer["embed"].module)
     stack.callback(module.register_forward_hook(hook).remove)
     return stack
@@ -315,3 +345,16 @@ def _chunks(sequences: Sequence[TokenSequence], num_tokens: int) -> Iterator[_Ch
             chunk = _Chunk()
         chunk.sequences.append((number, sequence))
     yield chunk
+
+
+def _padded_groups(lengths: Sequence[int]) -> list[list[int]]:
+    """Places of sequences that go through one right-padded pass, longest first: at most a quarter of a pass is padding."""
+    groups: list[list[int]] = []
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        last = [*groups[-1], place] if groups else []
+        padded = len(last) * max((lengths[p] for p in last), default=0)
+        if last and 4 * sum(lengths[p] for p in last) >= 3 * padded:
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    return groups

@@ -135,20 +135,22 @@ class PrefixScorer:
         return seeds
 
     def batching_changes_bits(self) -> bool:
-        """Whether the reference form of the trainer scores its longest and shortest sequence otherwise beside copies than alone."""
+        """Whether the trainer computes its longest or shortest sequence otherwise beside copies than alone.
+
+        Kernels choose by shape: the layers up to one of every shape are run, and the head, and every element is looked at.
+        """
         by_length = sorted(range(len(self._sequences)), key=lambda i: len(self._sequences[i].token_ids))
-        plain = _Setting(layers=(frozenset(),) * self._sections.num_layers, head=False, switches={})
         for number in {by_length[0], by_length[-1]}:
             ids = self._sequences[number].token_ids
             rows = min(self._block, max(1, self._budget // len(ids)))
             seen = []
-            for copies in {1, 2, rows}:
+            for copies in sorted({1, 2, rows}):
                 batch = self._plain_batch([(0, number)] * copies)
-                seen.append(next(iter(self._walk(batch, [plain])))[1][0])
-            if any(not bool((x == seen[0]).all()) for x in seen):
-                self.cost = ScoringCost()
+                embedded = self._sections.embedded(batch)
+                hidden = self._sections.run(batch, 0, self._sections.num_distinct, embedded)
+                seen.append((hidden[0], self._sections.logprobs(batch, hidden)[0]))
+            if any(not bool((x == y).all()) for pair in seen for x, y in zip(pair, seen[0], strict=True)):
                 return True
-        self.cost = ScoringCost()
         return False
 
     # --- batches -------------------------------------------------------------------------------------------------------
