@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pandas as pd
 import pytest
+from unit.runs.conftest import TOKEN_IDS
 
-from rpadiag.runs import Run
+from rpadiag.runs import Run, RunWriter
+from rpadiag.runs.parts import join
 from rpadiag.runs.schema import TABLES, Table
 
 MakeRun = Callable[..., Run]
@@ -78,3 +81,24 @@ def test_the_readers_agree_on_values_nulls_and_lists(make_run: MakeRun) -> None:
     by_rpadiag = [tuple(row.values()) for row in run.table("sites", columns).to_pylist()]
     assert by_duckdb == by_polars == by_rpadiag
     assert by_duckdb[1][1] is None and by_duckdb[1][4] is None
+
+
+def test_directory_of_parts_is_read_by_pandas_polars_duckdb_and_rpadiag_as_one_table(make_run: MakeRun) -> None:
+    polars = pytest.importorskip("polars", reason="polars is not installed")
+    duckdb = pytest.importorskip("duckdb", reason="duckdb is not installed")
+    parts = []
+    for number, ids in enumerate(TOKEN_IDS):
+
+        def one_prompt(run: RunWriter, number: int = number, ids: list[int] = ids) -> None:
+            run.add_prompts([{"prompt": number, "num_prompt_tokens": len(ids), "text": "\u2713", "token_ids": ids}])
+
+        parts.append(make_run(f"part-{number}", one_prompt).path)
+    whole = make_run("whole", lambda run: join(run, parts))
+    table = whole.path / "prompts.parquet"
+    assert table.is_dir()
+    expected = [list(ids) for ids in TOKEN_IDS]
+    assert [list(row) for row in pd.read_parquet(table)["token_ids"]] == expected
+    assert polars.read_parquet(table)["token_ids"].to_list() == expected
+    found = duckdb.sql(f"SELECT token_ids FROM '{table}/*.parquet' ORDER BY prompt").fetchall()
+    assert [row[0] for row in found] == expected
+    assert [list(row) for row in whole.prompts()["token_ids"]] == expected
