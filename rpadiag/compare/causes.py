@@ -7,7 +7,7 @@ called rounding, however small it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rpadiag.findings import Finding
@@ -37,7 +37,7 @@ CONFIG = {
 
 
 def known_causes(trainer: Mapping[str, Any], rollout: Mapping[str, Any]) -> tuple[Finding, ...]:
-    """Findings from two manifests: of engines that ran, or the ``meta`` of two bundles."""
+    """Findings from two manifests: of engines that ran, or the ``meta`` of two bundles. What the floors say to them: ``batch_invariance``."""
     stacks = (("trainer", trainer), ("rollout", rollout))
     return (
         *(f for name, meta in stacks if (f := _weights(name, meta)) is not None),
@@ -45,7 +45,6 @@ def known_causes(trainer: Mapping[str, Any], rollout: Mapping[str, Any]) -> tupl
         *_configs(trainer, rollout),
         *_sampling(rollout),
         *_head(trainer, rollout),
-        *_batch_invariant(rollout),
     )
 
 
@@ -138,16 +137,34 @@ def _head(trainer: Mapping[str, Any], rollout: Mapping[str, Any]) -> list[Findin
     return [Finding(code=HEAD_DTYPE, severity="warning", region="lm_head", text=text, numbers=numbers, rank=1)]
 
 
-def _batch_invariant(rollout: Mapping[str, Any]) -> list[Finding]:
-    """A rollout whose kernels do not depend on the batch: its own floors are then a control with a known answer."""
+def batch_invariance(rollout: Mapping[str, Any], floors: Sequence[Mapping[str, Any]] = ()) -> tuple[Finding, ...]:
+    """A rollout whose kernels should not depend on the batch: its own floors are a control with a known answer, zero.
+
+    Args:
+        rollout: Its manifest; ``env.VLLM_BATCH_INVARIANT`` says that the mode was on.
+        floors: Rows of metrics.json's ``floors``; of these the rollout's, in nats. Without them nothing was controlled.
+    """
     environment = rollout.get("env")
     if not isinstance(environment, Mapping) or environment.get("VLLM_BATCH_INVARIANT", "0") in ("", "0"):
-        return []
-    text = (
-        "The rollout ran in batch-invariant mode: what it computes for a token does not depend on its batch, so its own noise floors "
-        "should be 0, and what remains is the difference of the stacks."
+        return ()
+    own = {str(f["name"]): float(f["mean_abs_d"]) for f in floors if f["stack"] == "rollout"}
+    broken = {name: d for name, d in own.items() if d != 0}
+    mode = (
+        "The rollout ran in batch-invariant mode, in which what it computes for a token should not depend on its batch"
     )
-    return [Finding(code=BATCH_INVARIANT, severity="info", text=text, rank=6)]
+    if broken:
+        measured = ", ".join(f"{name} {d:.3g}" for name, d in broken.items())
+        text = (
+            f"{mode}, and it does: its own noise floors are not 0 ({measured} nats, mean |d|). Some kernel of this model, GPU or version is outside the "
+            "mode, so it does not take batch noise out of this comparison."
+        )
+        return (Finding(code=BATCH_INVARIANT, severity="warning", text=text, numbers=broken, rank=2),)
+    says = (
+        "and its own noise floors are 0: what remains is the difference of the stacks"
+        if own
+        else "so its own noise floors would be 0; they were not measured here"
+    )
+    return (Finding(code=BATCH_INVARIANT, severity="info", text=f"{mode}, {says}.", rank=6),)
 
 
 def _shown(value: Any, other: Any) -> str:

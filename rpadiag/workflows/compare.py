@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rpadiag.compare.causes import known_causes
+from rpadiag.compare.causes import batch_invariance, known_causes
 from rpadiag.compare.evidence import Control, Evidence
 from rpadiag.compare.metrics import logprob_metrics
 from rpadiag.compare.pairing import Pairing, SequencePair, check_positions
@@ -148,6 +148,7 @@ def _compare_in(
         if ranks.rank:
             return conclude(run, scored, pairing, Control(reason="rank 0 runs it"), **told)
     floors = measure_floors(inputs, rollout, scored, progress)
+    told["causes"] = (*causes, *batch_invariance(stacks["rollout"], floors))
     with nullcontext(run) if ranks is None else begin_late(run, ranks, options) as later:
         control = fp32_control(
             options,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rpadiag.compare.causes import known_causes
+from rpadiag.compare.causes import batch_invariance, known_causes
 from rpadiag.compare.evidence import Control
 from rpadiag.compare.pairing import Pairing, SequencePair
 from rpadiag.compare.verdict_causes import tokens_differ
@@ -68,7 +68,7 @@ def run_compare_bundles(
         _describe(run, pair, sites, absent)
         if differing_tokens:
             return stop_incomparable(run, tokens_differ(differing_tokens))
-        causes = known_causes(pair.trainer.meta, pair.rollout.meta)
+        causes = (*known_causes(pair.trainer.meta, pair.rollout.meta), *batch_invariance(pair.rollout.meta))
         differing, unchecked = _check_weights(run, pair)
         if differing:
             return stop_incomparable(run, weights_differ(differing, causes, dtype=pair.dtype, label=pair.label))

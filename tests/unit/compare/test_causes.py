@@ -8,7 +8,7 @@ import pytest
 
 from rpadiag.bits import UlpStats
 from rpadiag.compare.aggregate import Aggregate
-from rpadiag.compare.causes import is_quantised, known_causes, narrow_cache
+from rpadiag.compare.causes import batch_invariance, is_quantised, known_causes, narrow_cache
 from rpadiag.compare.evidence import Control, Evidence
 from rpadiag.compare.verdict import decide
 
@@ -170,3 +170,22 @@ def test_a_differing_configuration_decides_where_no_measurement_does() -> None:
     verdict = decide(evidence(aggregate=aggregate, no_local="no model", causes=causes))
     assert verdict.kind == "different computation"
     assert "epsilon of RMSNorm is 1e-05 in the trainer and 1e-06 in the rollout" in verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("floor", "severity", "says"),
+    [
+        (0.0, "info", "floors are 0"),
+        (0.0129, "warning", "floors are not 0 (rollout_batched 0.0129 nats"),
+        (None, "info", "not measured"),
+    ],
+)
+def test_batch_invariant_mode_is_believed_only_where_the_floors_agree(
+    floor: float | None, severity: str, says: str
+) -> None:
+    floors = [{"name": "trainer_padded", "stack": "trainer", "mean_abs_d": 0.5}]
+    if floor is not None:
+        floors.append({"name": "rollout_batched", "stack": "rollout", "mean_abs_d": floor})
+    (finding,) = batch_invariance({"env": {"VLLM_BATCH_INVARIANT": "1"}}, floors)
+    assert finding.severity == severity and says in finding.text
+    assert batch_invariance({"env": {"VLLM_BATCH_INVARIANT": "0"}}, floors) == ()
