@@ -22,6 +22,7 @@ LONGEST = (
     "cli/test_readme.py",
     "cli/test_commands.py",
     "engines/test_sharded_trainer.py",
+    "examples/test_rl_training.py",
     "trainers/test_trl.py",
     "engines/test_vllm.py",
     "engines/test_vllm_failures.py",

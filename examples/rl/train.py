@@ -251,6 +251,11 @@ def main() -> None:
     parser.add_argument("--stop-after", type=int, metavar="ROUND", help="stop when so many rounds are done in all")
     given = parser.parse_args()
     started = time.monotonic()
+    regime = regime_of(
+        given.preset, given.set
+    )  # what is wrong with the arguments is said before the imports that take long
+    arm_of(given.arm)
+    task_of(given.model, regime.length)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     spec = Spec(
         model=given.model, arm=given.arm, seed=given.seed, preset=given.preset, overrides=tuple(given.set), engine=given.engine,

@@ -1,0 +1,47 @@
+"""Trainings of examples/rl with the real vLLM, in one process of its own: ``rl_checks.py EXAMPLE CACHE OUT``. Writes OUT/result.json.
+
+Makes the micro checkpoint, trains the control (FP32 in both stacks) with one sync left out, and the BF16 baseline: once without interruption, and
+once two of its four rounds, where a sweep in OUT/sweep looks for it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, sys.argv[1])
+
+import train  # examples/rl; sets the environment before vLLM is imported
+from models import ensure
+
+MODEL = "qwen3-micro"
+LAST_SYNCED = 1  # rounds after this one are sampled from weights that were not synced
+
+
+def control(cache: Path, out: Path) -> list[dict[str, Any]]:
+    """Rounds of the FP32 control; weights are not synced after round LAST_SYNCED."""
+    overrides = ("learning_rate=1e-3", "parts_every=1", "rounds=3")
+    spec = train.Spec(model=MODEL, arm="fp32-both", seed=0, preset="micro", overrides=overrides)
+    out.mkdir()
+    trainer, _ = train.make_trainer(spec, out, cache=cache)
+    sync = trainer.vllm_generation.sync_weights
+    trainer.vllm_generation.sync_weights = lambda: sync() if trainer.round <= LAST_SYNCED else None
+    trainer.train()
+    rows: list[dict[str, Any]] = trainer.rows
+    return rows
+
+
+def main(cache: Path, out: Path) -> None:
+    out.mkdir()
+    made = json.loads((ensure(MODEL, cache) / "made.json").read_text(encoding="utf-8"))
+    result = {"made": made, "control": control(cache, out / "control")}
+    spec = train.Spec(model=MODEL, arm="bf16", seed=0, preset="micro")
+    result["straight"] = train.run(spec, out / "straight", cache=cache)
+    result["half"] = train.run(spec, out / "sweep" / f"{MODEL}-bf16-s0", cache=cache, stop_after=2)
+    (out / "result.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[2]), Path(sys.argv[3]))
