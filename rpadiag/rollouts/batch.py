@@ -18,6 +18,8 @@ from rpadiag.rollouts.schemas import Schema
 if TYPE_CHECKING:
     import pyarrow as pa
 
+LARGEST_ID = 2**31  # tables hold 32-bit token ids and positions
+ONE_LIST = "write one list of numbers a record"
 Ints = NDArray[np.int64]
 Singles = NDArray[np.float32]
 
@@ -155,7 +157,8 @@ def _attention(chunk: Chunk, schema: Schema, ids: _Column) -> NDArray[np.bool_]:
             i = int(np.flatnonzero(mask.lengths != ids.lengths)[0])
             raise InputError(
                 f"{chunk.path}, record {chunk.first + i + 1}: {' and '.join(names)} cover {mask.lengths[i]} tokens, "
-                f"{' and '.join(schema.ids)} {ids.lengths[i]}"
+                f"{' and '.join(schema.ids)} {ids.lengths[i]}",
+                hint="write a mask as long as the tokens",
             )
         return mask.values > 0
     if schema.length is not None and schema.length in chunk.table.column_names:
@@ -177,7 +180,8 @@ def _mask(chunk: Chunk, schema: Schema, q: _Column, ids: _Column, broken: NDArra
             i = int(np.flatnonzero(odd)[0])
             raise InputError(
                 f"{chunk.path}, record {chunk.first + i + 1}: {name} has {mask.lengths[i]} entries, "
-                f"{schema.rollout} {q.lengths[i]} and the sequence {ids.lengths[i]}"
+                f"{schema.rollout} {q.lengths[i]} and the sequence {ids.lengths[i]}",
+                hint="write a mask as long as the tokens, or as the log-probabilities",
             )
         place = np.clip(index + (mask.lengths - q.lengths)[row], 0, np.maximum(mask.lengths[row] - 1, 0))
         if len(mask.values):
@@ -242,12 +246,15 @@ def _column(chunk: Chunk, name: str) -> tuple[pa.Array, Ints]:
     if not (
         pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type)
     ):
-        raise InputError(f"{chunk.path}: {name} is {array.type}, not a list of numbers")
+        raise InputError(f"{chunk.path}: {name} is {array.type}, not a list of numbers", hint=ONE_LIST)
     if pa.types.is_fixed_size_list(array.type):
         array = array.cast(pa.list_(array.type.value_type))
     if array.null_count:
         i = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
-        raise InputError(f"{chunk.path}, record {chunk.first + i + 1} has no {name}")
+        raise InputError(
+            f"{chunk.path}, record {chunk.first + i + 1} has no {name}",
+            hint="leave such records out, or write the column for every record",
+        )
     offsets = array.offsets.to_numpy().astype(np.int64)
     values = array.flatten()
     offsets = offsets - offsets[0]
@@ -268,11 +275,18 @@ def _ints(chunk: Chunk, name: str | None) -> _Column:
     values, offsets = _column(chunk, name)
     if values.null_count or not (pa.types.is_integer(values.type) or pa.types.is_floating(values.type)):
         raise InputError(
-            f"{chunk.path}: {name} is a list of {values.type}{' with nulls' if values.null_count else ''}, not of whole numbers"
+            f"{chunk.path}: {name} is a list of {values.type}{' with nulls' if values.null_count else ''}, not of whole numbers",
+            hint=ONE_LIST,
         )
     numbers = values.to_numpy(zero_copy_only=False)
+    far = np.flatnonzero(~(np.abs(numbers) < LARGEST_ID)) if len(numbers) else numbers
+    if len(far):
+        raise InputError(
+            f"{chunk.path}: {name} holds {numbers[far[0]]}, which is no token id and no position",
+            hint="look at that column",
+        )
     if numbers.dtype.kind == "f" and not np.array_equal(numbers, np.trunc(numbers)):
-        raise InputError(f"{chunk.path}: {name} holds fractions, not whole numbers")
+        raise InputError(f"{chunk.path}: {name} holds fractions, not whole numbers", hint=ONE_LIST)
     return _Column(values=numbers.astype(np.int64, copy=False), offsets=offsets)
 
 
@@ -284,7 +298,7 @@ def _floats(chunk: Chunk, name: str) -> _Column:
     if pa.types.is_null(kind) or pa.types.is_boolean(kind):
         values = values.cast(pa.float32())
     elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
-        raise InputError(f"{chunk.path}: {name} is a list of {kind}, not of numbers")
+        raise InputError(f"{chunk.path}: {name} is a list of {kind}, not of numbers", hint=ONE_LIST)
     return _Column(values=values.to_numpy(zero_copy_only=False).astype(np.float32, copy=False), offsets=offsets)
 
 
@@ -296,10 +310,10 @@ def _scalar(chunk: Chunk, name: str) -> NDArray[np.float64]:
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):  # NeMo-RL's lists of one
         values, offsets = array.flatten(), array.offsets.to_numpy()
         if not (np.diff(offsets) == 1).all():
-            raise InputError(f"{chunk.path}: {name} is not one number a record")
+            raise InputError(f"{chunk.path}: {name} is not one number a record", hint="write one number a record")
         array = values
     if pa.types.is_boolean(array.type) or pa.types.is_null(array.type):
         array = array.cast(pa.float64())
     if not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type)):
-        raise InputError(f"{chunk.path}: {name} is {array.type}, not a number")
+        raise InputError(f"{chunk.path}: {name} is {array.type}, not a number", hint="write one number a record")
     return np.asarray(array.to_numpy(zero_copy_only=False), np.float64)

@@ -16,6 +16,7 @@ KINDS = {
     "shifted": "data",
     "zero-filled": "data",
     "placeholder": "data",
+    "above-zero": "data",
     "double-bos": "data",
     "left-padding": "positions",
     "temperature": "definition",

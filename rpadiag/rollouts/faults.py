@@ -19,7 +19,9 @@ from rpadiag.rollouts.observed import Observed
 
 def recognise(seen: Observed) -> list[Finding]:
     """The faults found, earliest kind first; severity ``error`` where the numbers beside them must not be used as rounding."""
-    found = [*data.lengths(seen), *data.ids(seen), *data.placeholder(seen)]
+    found = [*data.lengths(seen), *data.ids(seen), *data.placeholder(seen), *data.above_zero(seen)]
+    if any(f.code == "above-zero" for f in found):
+        return [replace(f, rank=i) for i, f in enumerate(found)]
     found += [*data.shifted(seen)] or [*data.tails(seen)] or [*data.zero_filled(seen)]
     found = found or [*data.padding(seen)]
     if not found:

@@ -15,6 +15,7 @@ FIT = 0.3  # mean |d| at another lag, of the one at lag 0, that shows a shift
 FAR = 0.3  # nats at lag 0, below which a shift is not looked for
 TAIL_FIT = 0.25  # the same for a sequence whose end alone is shifted
 MIN_TAIL = 6  # tokens before and after the place where that begins
+ABOVE_SHARE = 0.25  # of tokens whose log-probability is above 0
 DOUBLED = 0.95  # share of sequences that start with one token twice
 PADDED_RATIO = 4.0  # mean |d| of well padded sequences over that of the least padded
 PADDED_RANKS = 0.6  # rank correlation of padding and mean |d|
@@ -56,6 +57,18 @@ def placeholder(seen: Observed) -> Iterator[Finding]:
             "forward that computes them (NeMo-RL does with force_on_policy_ratio).",
             num_tokens=n,
         )
+
+
+def above_zero(seen: Observed) -> Iterator[Finding]:
+    for side, values in seen.extents.items():
+        if values.num_above > ABOVE_SHARE * seen.num_tokens:
+            what = "something else" if values.least < 0 else "probabilities" if values.largest <= 1 else "negated ones"
+            yield fault(
+                "above-zero",
+                f"Above zero: {values.num_above} of {seen.num_tokens} log-probabilities of the {side} are above 0 (the largest {values.largest:.3g}), which none "
+                f"can be. The column looks like {what}, not like log-probabilities.",
+                num_tokens=values.num_above, largest=values.largest,
+            )  # fmt: skip
 
 
 def zero_filled(seen: Observed) -> Iterator[Finding]:

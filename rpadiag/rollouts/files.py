@@ -73,7 +73,9 @@ class RolloutRecords(RolloutFiles):
                 columns = {f.name: pa.array([row[f.name] for row in some], type=f.type) for f in shape}
             except (KeyError, pa.ArrowInvalid, pa.ArrowTypeError) as error:
                 raise InputError(
-                    f"{path}: records {start + 1} to {start + len(some)} are not like the first one", detail=str(error)
+                    f"{path}: records {start + 1} to {start + len(some)} are not like the first one",
+                    detail=str(error),
+                    hint="give every record the columns of the first, with numbers of the same kind",
                 ) from error
             yield Chunk(table=pa.table(columns), path=path, first=start)
 
@@ -86,7 +88,7 @@ def rollout_records(
     Raises InputError for no record or columns of no known schema.
     """
     if not rows:
-        raise InputError(f"{name} holds no record")
+        raise InputError(f"{name} holds no record", hint="give one mapping of lists for each sequence")
     known = find_schema(list(rows[0]), schema, name)
     columns = tuple(c for c in (*known.lists, *known.scalars) if c in rows[0])
     return RolloutRecords(paths=(Path(name),), schema=known, columns=columns, rows=tuple(rows))
@@ -119,7 +121,10 @@ def _files_of(given: Path) -> list[Path]:
     if given.is_dir():
         inside = sorted(p for p in given.rglob("*") if p.suffix in SUFFIXES and p.is_file())
         if not inside:
-            raise InputError(f"{given} holds no {' or '.join(SUFFIXES)} file")
+            raise InputError(
+                f"{given} holds no {' or '.join(SUFFIXES)} file",
+                hint="name the directory that the trainer wrote its records into",
+            )
         return inside
     if not given.exists():
         raise InputError(f"{given} does not exist", hint="name a .jsonl or .parquet file, or a directory of them")
@@ -180,7 +185,7 @@ def _first_record(path: Path) -> dict[str, Any]:
     for _, block in _blocks(path):
         line = block.split(b"\n", 1)[0]
         return _record(line, path, 1)
-    raise InputError(f"{path} is empty")
+    raise InputError(f"{path} is empty", hint="the process that wrote it may have been stopped before its first record")
 
 
 def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
@@ -191,10 +196,15 @@ def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         shown = line[:60].decode("utf-8", errors="replace")
         raise InputError(
-            f"{path}, line {number} is not valid JSON: {shown!r}", detail=str(error) or type(error).__name__
+            f"{path}, line {number} is not valid JSON: {shown!r}",
+            detail=str(error) or type(error).__name__,
+            hint="remove that line, or cut the file before it: rpadiag reads no record that may be broken",
         ) from error
     if not isinstance(found, dict):
-        raise InputError(f"{path}, line {number} is a {type(found).__name__}, not an object")
+        raise InputError(
+            f"{path}, line {number} is a {type(found).__name__}, not an object",
+            hint="every line holds one record: {COLUMN: VALUE, ...}",
+        )
     return found
 
 
@@ -244,9 +254,9 @@ def _arrow_schema(record: dict[str, Any], files: RolloutFiles, path: Path) -> pa
     def innermost(name: str, value: Any) -> pa.DataType:
         while isinstance(value, list):
             value = next((v for v in value if v is not None), None)
-        if isinstance(value, bool):
-            return pa.bool_()
         exact = name in files.schema.ids or name in (files.schema.rollout_ids, files.schema.positions)
+        if isinstance(value, bool) and not exact:
+            return pa.bool_()
         return pa.int64() if exact else pa.float64() if name in files.schema.scalars else pa.float32()
 
     fields = []
@@ -257,7 +267,9 @@ def _arrow_schema(record: dict[str, Any], files: RolloutFiles, path: Path) -> pa
         while isinstance(value, list):
             depth, value = depth + 1, value[0] if value else None
         if name in files.schema.lists and not 1 <= depth <= 2:
-            raise InputError(f"{path}, line 1: {name} is not a list of numbers")
+            raise InputError(
+                f"{path}, line 1: {name} is not a list of numbers", hint="write one list of numbers a record"
+            )
         for _ in range(depth):
             kind = pa.list_(kind)
         fields.append(pa.field(name, kind))
@@ -299,6 +311,7 @@ def _by_line(block: bytes, shape: pa.Schema, path: Path, number: int) -> pa.Tabl
                 raise InputError(
                     f"{path}, line {number + offset + 1}: {field.name} is not what the first line has there",
                     detail=str(error).splitlines()[0],
+                    hint="every line has the columns of the first, with numbers of the same kind",
                 ) from error
     types = {field.name: _unboolean(field.type) for field in shape}
     return pa.table({name: pa.array(values, type=types[name]) for name, values in columns.items()})
@@ -313,6 +326,8 @@ def _as_numbers(value: Any, kind: pa.DataType) -> Any:
         return [_as_numbers(v, inner) for v in value]
     if isinstance(value, float) and pa.types.is_integer(kind) and not value.is_integer():
         raise ValueError(f"{value} is not a whole number")
+    if isinstance(value, bool) and pa.types.is_integer(kind):
+        raise ValueError(f"{str(value).lower()} is not a whole number")
     return int(value) if isinstance(value, bool) else value
 
 

@@ -24,6 +24,7 @@ FAR = 0.3  # nats: mean |d| of a sequence worth keeping whole
 # Middle of p and q, in nats, that tokens are sorted by for signs: certain, likely, unlikely. The middle, because sorting by
 # either side alone would make the other look higher or lower than it is.
 BINS = (-0.1, -2.0)
+ABOVE_ZERO = 0.1  # nats; a log-softmax taken in bfloat16 ends up a few hundredths above 0
 CERTAIN = (1e-4, 0.3)  # probability that is left to other tokens, of tokens that say what temperature is
 
 Floats = NDArray[np.float64]
@@ -94,6 +95,20 @@ class Bin:
         return self.mean / float(np.sqrt(max(variance, 1e-300) / self.n))
 
 
+@dataclass(kw_only=True)
+class Extent:
+    """How far one side's values reach, and how many are above 0 by more than rounding."""
+
+    num_above: int = 0
+    least: float = float("inf")
+    largest: float = float("-inf")
+
+    def add(self, values: Floats) -> None:
+        self.num_above += int(np.count_nonzero(values > ABOVE_ZERO))
+        self.least = min(self.least, float(values.min()))
+        self.largest = max(self.largest, float(values.max()))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Worst:
     """A sequence far apart, whole: scored tokens only."""
@@ -126,6 +141,7 @@ class Observed:
     zero_q: list[tuple[int, int]] = field(
         default_factory=list
     )  # sequence, position of tokens whose q is 0 and p is far below
+    extents: dict[str, Extent] = field(default_factory=lambda: {"trainer": Extent(), "rollout": Extent()})
     num_zero_q: int = 0
     num_zero_p: int = 0
     worst: list[tuple[float, int, Worst]] = field(default_factory=list)
@@ -165,6 +181,8 @@ class Observed:
     ) -> None:
         if not len(p):
             return
+        self.extents["trainer"].add(p)
+        self.extents["rollout"].add(q)
         d = p - q
         abs_d = np.abs(d)
         starts = np.flatnonzero(np.concatenate(([True], row[1:] != row[:-1])))

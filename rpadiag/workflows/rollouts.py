@@ -152,7 +152,10 @@ def _read(files: RolloutFiles, seen: _Seen, run: RunWriter | None, scorer: Score
         if run is not None:
             _write(run, batch, scorer, columns)
     if not seen.observed.num_sequences:
-        raise InputError(f"{files.paths[0]} holds no record")
+        raise InputError(
+            f"{files.paths[0]} holds no record",
+            hint="the process that wrote it may have been stopped before its first record",
+        )
     if not seen.sums.num_tokens and not seen.observed.misfits:
         raise InputError(
             f"no token of {files.paths[0]} counts",

@@ -162,7 +162,10 @@ class Scorer:
             found[~np.isfinite(found) | (found == 0)] = 1.0
         if (found < 0).any():
             i = int(np.flatnonzero(found < 0)[0])
-            raise InputError(f"sequence {batch.first + i} was sampled at temperature {found[i]:g}")
+            raise InputError(
+                f"sequence {batch.first + i} was sampled at temperature {found[i]:g}, which is none",
+                hint="correct the column, or give --temperature T",
+            )
         self.temperatures.update(np.unique(found).tolist())
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,20 @@ def test_trainer_placeholder(tmp_path: Path) -> None:
     recorded.p = [np.zeros_like(p) for p in recorded.p]
     result = result_of(tmp_path, recorded)
     assert result.faults == ("placeholder",)
+    assert_not_comparable(result)
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "looks"),
+    [("q", np.exp, "like probabilities"), ("p", np.negative, "like negated ones"), ("q", lambda x: x + 3, "like something else")],
+)  # fmt: skip
+def test_column_that_holds_no_log_probabilities(
+    tmp_path: Path, column: str, values: Callable[[np.ndarray], np.ndarray], looks: str
+) -> None:
+    recorded = record()
+    setattr(recorded, column, [values(x) for x in getattr(recorded, column)])
+    result = result_of(tmp_path, recorded)
+    assert result.faults == ("above-zero",) and looks in text_of(result)
     assert_not_comparable(result)
 
 

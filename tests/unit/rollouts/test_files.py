@@ -74,6 +74,23 @@ def test_broken_line_is_an_error_that_names_it(line: str, message: str, tmp_path
     assert message in shown and "\x1b" not in shown
 
 
+@pytest.mark.parametrize(
+    ("first", "told"),
+    [
+        ('"token_ids": [true, 6, 7]', "true is not a whole number"),
+        ('"token_ids": [5, 10000000000, 7]', "holds 10000000000, which is no token id"),
+        ('"token_ids": [5, -3000000000, 7]', "holds -3000000000, which is no token id"),
+    ],
+)
+def test_what_is_no_token_id_is_an_error_and_never_another_id(first: str, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "ids.jsonl"
+    path.write_text("{" + first + ', "rollout_logprobs": [-1, -2, -1], "trainer_logprobs": [-1, -2, -1]}\n')
+    with pytest.raises(InputError) as caught:
+        run_rollouts(RolloutsOptions(files=(path,), run=tmp_path / "run"))
+    assert told in f"{caught.value} {caught.value.detail}" and caught.value.hint
+    assert not list((tmp_path / "run").glob("*.parquet"))
+
+
 def test_line_of_a_hundred_megabytes_is_an_error_before_it_is_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
