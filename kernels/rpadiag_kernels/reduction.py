@@ -17,7 +17,8 @@ ELEMENTS_PER_THREAD = 16
 MAX_WARPS = 16
 MIN_TILE = 1024
 PAIRED_COLUMNS = 4096  # a forward over rows of this length takes two at once: 1 % faster there, slower elsewhere
-WARPS_IN_FLIGHT = 132 * 8  # of a kernel that reduces over tokens: fixed, so that bits do not depend on the GPU
+MIN_PROGRAMS = 132  # of a kernel that reduces over tokens: fixed, so that bits do not depend on the GPU
+WARPS_IN_FLIGHT = 8 * MIN_PROGRAMS
 MIN_COLUMNS, MAX_COLUMNS = 1, 16384
 STAGE_TWO_ROWS = 32
 
@@ -92,7 +93,7 @@ def column_sum(terms: Tensor) -> Tensor:
 
 def num_programs(num_columns: int) -> int:
     """Programs of a kernel that reduces over tokens: 132 wide ones, more where a row needs fewer warps."""
-    return max(132, WARPS_IN_FLIGHT // Tile.of(num_columns).warps)
+    return max(MIN_PROGRAMS, WARPS_IN_FLIGHT // Tile.of(num_columns).warps)
 
 
 def num_partials(num_columns: int) -> int:
