@@ -262,15 +262,22 @@ def _local_findings(e: Evidence) -> list[Finding]:
         if region == "sampling":
             continue
         points = ", ".join(p for p in telling_points(region) if p in by_point)
+        text = (
+            f"{_label(region)} makes {_percent(stats.differing)} of its elements differ when fed the same input "
+            f"(n = {stats.n} of {points}, largest {stats.max_ulp} ULP)."
+        )
+        if not stats.num_differing:
+            text = (
+                f"{_label(region)} makes no difference when fed the same input (0 of {stats.n} elements of {points})."
+            )
         out.append(
             Finding(
                 code="local-divergence",
                 severity="info",  # rounding at another point is what stacks are expected to do; mistakes have findings of their own
                 region=region,
-                text=f"{_label(region)} makes {_percent(stats.differing)} of its elements differ when fed the same input "
-                f"(n = {stats.n} of {points}, largest {stats.max_ulp} ULP).",
+                text=text,
                 numbers={"local_differing": stats.differing, "n": stats.n, "max_ulp": stats.max_ulp},
-                rank=1 if n == 0 else 3 + n,
+                rank=20 + n if not stats.num_differing else 1 if n == 0 else 3 + n,
             )
         )
     return out
