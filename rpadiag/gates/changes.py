@@ -68,8 +68,8 @@ def _found_contracts(run: Run) -> dict[tuple[str, str], Mapping[str, Any]]:
         stack = str((found.get("captured") or {}).get("stack", "rollout"))
         for region, contract in (found.get("regions") or {}).items():
             out[(stack, str(region))] = contract
-    aligned = (run.manifest.get("trainer") or {}).get("aligned") or {}
-    contracts = aligned.get("contracts") or {}
+    aligned = (run.manifest.get("trainer") or {}).get("aligned")
+    contracts = (aligned.get("contracts") or {}) if isinstance(aligned, Mapping) else {}
     for region, contract in (contracts.get("regions") or contracts).items():
         if isinstance(contract, Mapping):
             out.setdefault(("trainer", str(region)), contract)

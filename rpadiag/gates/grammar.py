@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -77,11 +78,17 @@ def parse_gate(text: str, *, name: str | None = None, reason: str | None = None)
 
 
 def _checked(gate: Gate) -> Gate:
+    if isinstance(gate.bound, float) and not (math.isfinite(gate.bound) and math.isfinite(gate.factor)):
+        raise UsageError(
+            f"gate {gate.text!r}: its number is too large to be held against anything", hint="write a smaller one"
+        )
     if is_text(gate.metric):
         if gate.op in ORDERED:
-            raise UsageError(f"gate {gate.text!r}: {gate.metric} is a name; hold it with == or !=")
+            raise UsageError(f"gate {gate.text!r}: {gate.metric} is a name", hint="hold it with == or !=")
         if gate.relative and (gate.factor != 1 or gate.bound):
-            raise UsageError(f"gate {gate.text!r}: {gate.metric} is a name; it can only be == baseline or != baseline")
+            raise UsageError(
+                f"gate {gate.text!r}: {gate.metric} is a name", hint="it can only be == baseline or != baseline"
+            )
     elif gate.relative and gate.op == "!=":
         raise UsageError(
             f"gate {gate.text!r}: a difference from the baseline cannot be demanded", hint="use <=, >= or =="

@@ -68,9 +68,11 @@ def whole_file(path: Path) -> Iterator[Path]:
     try:
         if path.is_dir():
             raise InputError(f"cannot write {path}: it is a directory", hint="name a file")
+        if path.exists() and path.suffix in (".json", ".parquet") and (path.parent / "manifest.json").exists():
+            raise InputError(f"cannot write {path}: it is a file of the run {path.parent}", hint="name another file")
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
         os.close(handle)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         raise _unwritable(path, error) from error
     part = Path(name)
     try:
@@ -89,9 +91,9 @@ def _umask() -> int:
     return mask
 
 
-def _unwritable(path: Path, error: OSError) -> InputError:
+def _unwritable(path: Path, error: OSError | ValueError) -> InputError:
     return InputError(
-        f"cannot write {path}: {error.strerror or error}",
+        f"cannot write {path}: {getattr(error, 'strerror', None) or error}",
         hint="name a file in a directory that exists and that you can write to",
     )
 

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rpadiag.errors import InputError, NotComparableError
+from rpadiag.runs import shapes
 from rpadiag.runs.manifest import differing_tensors, token_digest
 from rpadiag.runs.schema import FORMAT_NAME, FORMAT_VERSION, Table, table_named
+from rpadiag.runs.shapes import DAMAGED, check_shape
 from rpadiag.runs.writer import FINDINGS, MANIFEST, METRICS, WEIGHTS
 
 if TYPE_CHECKING:
@@ -18,29 +20,30 @@ if TYPE_CHECKING:
 
 
 FINGERPRINT = "fingerprint.json"  # added to a run by `rpadiag fingerprint`
-_DAMAGED = "the run is damaged; make it again"
+NO_SHAPE: Mapping[str, Sequence[str]] = {}
 _NAME_A_RUN = "name a directory that a rpadiag command wrote with --run"
 
 
 def _load(path: Path) -> Any:
     """JSON of one file of a run; missing or broken files are an InputError that names the file."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}", hint=_DAMAGED) from error
+        raise InputError(f"cannot read {path}: {error.strerror or error}", hint=DAMAGED) from error
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path} is not valid JSON", detail=str(error), hint=_DAMAGED) from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not valid JSON", detail=str(error), hint=DAMAGED) from error
 
 
-def _load_object(path: Path, *entries: str) -> dict[str, Any]:
-    """As :func:`_load`, of a file that holds an object with these entries."""
+def _load_object(path: Path, *entries: str, shape: Mapping[str, Sequence[str]] = NO_SHAPE) -> dict[str, Any]:
+    """As :func:`_load`, of a file that holds an object with these entries, of this shape."""
     data = _load(path)
     lacking = [name for name in entries if not isinstance(data, dict) or name not in data]
     if not isinstance(data, dict) or lacking:
         what = f"it has no {lacking[0]}" if lacking else "it holds no JSON object"
-        raise InputError(f"{path} is not what rpadiag wrote", detail=what, hint=_DAMAGED)
+        raise InputError(f"{path} is not what rpadiag wrote", detail=what, hint=DAMAGED)
+    check_shape(path, data, shape)
     return data
 
 
@@ -63,18 +66,18 @@ class Run:
     @property
     def verdict(self) -> dict[str, Any] | None:
         """The verdict as written by the command, or None where the command gives none."""
-        found = _load_object(self.path / FINDINGS, "verdict", "findings")["verdict"]
+        found = _load_object(self.path / FINDINGS, "verdict", "findings", shape=shapes.FINDINGS)["verdict"]
         return dict(found) if found else None
 
     @property
     def findings(self) -> list[dict[str, Any]]:
         """Findings, most important first."""
-        return list(_load_object(self.path / FINDINGS, "verdict", "findings")["findings"])
+        return list(_load_object(self.path / FINDINGS, "verdict", "findings", shape=shapes.FINDINGS)["findings"])
 
     @property
     def metrics(self) -> dict[str, Any]:
         """Contents of ``metrics.json``; null stands for a value that is not a finite number."""
-        return _load_object(self.path / METRICS)
+        return _load_object(self.path / METRICS, shape=shapes.METRICS)
 
     @property
     def weights(self) -> dict[str, dict[str, str]]:
@@ -84,7 +87,11 @@ class Run:
     @property
     def fingerprint(self) -> dict[str, Any] | None:
         """What ``rpadiag fingerprint`` found of this run, or None where it was not asked."""
-        return dict(_load(self.path / FINGERPRINT)) if (self.path / FINGERPRINT).exists() else None
+        return (
+            _load_object(self.path / FINGERPRINT, shape=shapes.FINGERPRINT)
+            if (self.path / FINGERPRINT).exists()
+            else None
+        )
 
     def has(self, table: str) -> bool:
         """Whether the run wrote this table."""
@@ -112,7 +119,7 @@ class Run:
             read = [n for n in names if n in present] or present[:1]  # tables joined without a column have no rows
             found = pa.concat_tables([pq.read_table(f, columns=read) for f in files])
         except (OSError, pa.ArrowInvalid) as error:
-            raise InputError(f"cannot read {path}", detail=str(error), hint=_DAMAGED) from error
+            raise InputError(f"cannot read {path}", detail=str(error), hint=DAMAGED) from error
         if found.num_rows != self.manifest["tables"][name]:
             raise InputError(
                 f"{path} has {found.num_rows} rows",
@@ -198,6 +205,10 @@ def open_run(path: str | Path) -> Run:
         raise InputError(
             f"run {where} is not complete: its status is {status}", detail=_why(manifest), hint="make the run again"
         )
+    if "tables" not in manifest or "command" not in manifest:
+        lacking = "tables" if "tables" not in manifest else "command"
+        raise InputError(f"{where / MANIFEST} is not what rpadiag wrote", detail=f"it has no {lacking}", hint=DAMAGED)
+    check_shape(where / MANIFEST, manifest, shapes.MANIFEST)
     return Run(where, manifest)
 
 

@@ -52,6 +52,19 @@ def test_comparison_and_bisection_of_different_models(
     assert "the trainer ran with different weights" in refused(capsys, tmp_path, run, other)
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "tokens.parquet"])
+def test_file_of_a_run_is_never_written_over(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (run / name).read_bytes()
+    assert rpadiag(["report", str(run), "--markdown", str(run / name)]) == 2
+    assert (run / name).read_bytes() == before
+    assert "it is a file of the run" in capsys.readouterr().err
+
+
+def test_name_that_no_file_can_have_is_an_input_error(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rpadiag(["report", str(run), "--html", "a\0b"]) == 2
+    assert "hint: name a file in a directory" in capsys.readouterr().err
+
+
 def test_json_cut_short(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "findings.json").write_text('{"verdict": ')
     assert "findings.json is not valid JSON" in refused(capsys, tmp_path, run)

@@ -53,6 +53,8 @@ def test_gate_is_read_as_written(text: str, expected: tuple[object, ...]) -> Non
         ("k3_kl<=low", "'low' is not a number"),
         ("k3_kl<=nan", "'nan' is not a number"),
         ("k3_kl<=inf", "'inf' is not a number"),
+        ("k3_kl<=1e999", "too large to be held against anything"),
+        ("k3_kl<=baseline*1e999", "too large to be held against anything"),
         ("verdict<=identical", "hold it with == or !="),
         ("verdict==<b>", "is not a name"),
         ("k3_kl!=baseline", "cannot be demanded"),
@@ -102,6 +104,8 @@ def test_policy_file_gives_named_gates_and_a_baseline_beside_it(tmp_path: Path) 
         ("metrics = 1\n[gates.a]\ngate = 'kl<=1'", "the policy has no entry metrics"),
         ("[gates.a]\ngate = 'kl<=x'", "gates.toml, a: gate"),
         ("[gates.a", "is not valid TOML"),
+        ("gates = " + "{a = " * 3000, "is not valid TOML"),
+        ("[gates.a]\ngate = 'kl<=1'\nreason = {a = 1}", "the reason of gates.a is no text"),
         ("baseline = 3\n[gates.a]\ngate = 'kl<=1'", "baseline is not a path"),
     ],
 )

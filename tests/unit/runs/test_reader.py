@@ -106,6 +106,32 @@ def test_json_of_another_shape_is_a_damaged_run_that_names_the_file(
         getattr(run, attribute)
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("manifest.json", {"git": "abc"}, "its git is str, not an object or null"),
+        ("manifest.json", {"tables": {"sites": "2"}}, "its tables.* is str, not a number"),
+        ("manifest.json", {"options": {"effective": [1]}}, "its options.effective is list, not an object or null"),
+        ("findings.json", {"findings": [None]}, "its findings.* is NoneType, not an object"),
+        ("findings.json", {"findings": [{"code": 3}]}, "its findings.*.code is int, not text"),
+        ("findings.json", {"verdict": {"kind": None}}, "its verdict.kind is NoneType, not text"),
+        ("metrics.json", {"floors": [{"mean_abs_d": "x"}]}, "its floors.*.mean_abs_d is str, not a number"),
+        ("metrics.json", {"logprob": {"all": {"k3_kl": True}}}, "its logprob.*.k3_kl is bool, not a number"),
+        ("fingerprint.json", {"regions": {"rope": "x"}}, "its regions.* is str, not an object"),
+    ],
+)
+def test_entry_of_another_kind_is_a_damaged_run_that_names_file_and_entry(
+    make_run: MakeRun, name: str, change: dict[str, Any], told: str
+) -> None:
+    path = make_run().path / name
+    written = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    path.write_text(json.dumps({**written, **change}), encoding="utf-8")
+    with pytest.raises(InputError, match=f"{name} is not what rpadiag wrote") as caught:
+        run = open_run(path.parent)
+        _ = (run.findings, run.metrics, run.fingerprint)
+    assert caught.value.detail == told and caught.value.hint
+
+
 def test_findings_without_a_verdict_entry_are_damaged(make_run: MakeRun) -> None:
     run = make_run()
     (run.path / "findings.json").write_text('{"findings": []}', encoding="utf-8")
