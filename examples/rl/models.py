@@ -87,7 +87,7 @@ def task_of(name: str, length: str) -> Task:
     if length not in ("short", "long"):
         raise SystemExit(f"error: unknown length {length!r}\nhint: one of short, long")
     if name == SMOLLM2:
-        return Task(terms=2 if length == "short" else 3, digits=2, words=True)
+        return Task(terms=2 if length == "short" else 3, digits=1, words=True)
     recipe = recipe_of(name)
     return Task(terms=recipe.short if length == "short" else recipe.long, digits=recipe.digits)
 

@@ -6,7 +6,7 @@ For the models made here, one token a character::
     586+347=933;933+912=1845;#1845
 
 Which term comes next is free: the text that a model is pretrained on takes the terms in random order, so a right completion is one
-of many, and sampling has entropy. For a model with a tokenizer of its own the same sums stand in plain words behind two worked examples.
+of many, and sampling has entropy. For a model with a tokenizer of its own the same sums stand in plain words behind worked examples.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Problem:
     def prompt(self, words: bool = False) -> str:
         if not words:
             return "+".join(map(str, self.numbers)) + "="
-        return WORKED + " + ".join(map(str, self.numbers)) + ":"
+        worked = "".join(WORKED[len(self.numbers)])
+        return f"Add step by step.\n{worked}" + " + ".join(map(str, self.numbers)) + ":"
 
     def solution(self, rng: random.Random) -> str:
         """A right completion, the terms taken in the order that ``rng`` gives."""
@@ -64,11 +65,11 @@ class Problem:
         return f"{text}#{total}"
 
 
-WORKED = (
-    "Add step by step. The answer comes last.\n"
-    "12 + 30 + 25: 12 + 30 = 42, 42 + 25 = 67. Answer: 67\n"
-    "41 + 17 + 22: 41 + 17 = 58, 58 + 22 = 80. Answer: 80\n"
-)
+# Examples in plain words, by number of terms.
+WORKED = {
+    2: ("3 + 5: 3 + 5 = 8. Answer: 8\n", "9 + 4: 9 + 4 = 13. Answer: 13\n", "7 + 7: 7 + 7 = 14. Answer: 14\n", "2 + 6: 2 + 6 = 8. Answer: 8\n"),
+    3: ("3 + 5 + 2: 3 + 5 = 8, 8 + 2 = 10. Answer: 10\n", "9 + 4 + 3: 9 + 4 = 13, 13 + 3 = 16. Answer: 16\n", "7 + 7 + 8: 7 + 7 = 14, 14 + 8 = 22. Answer: 22\n"),
+}  # fmt: skip
 
 
 def problems(task: Task, num: int, *, seed: int) -> list[Problem]:
