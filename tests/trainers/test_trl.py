@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,19 @@ TRL_METRICS = {"mean": "sampling/sampling_logp_difference/mean", "max": "samplin
 
 @pytest.fixture(scope="module")
 def trained(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """``trained(mode)``: the result of one training, run once; ``out`` is its directory, ``stderr`` what it said."""
+    """``trained(mode)``: the result of one training; ``out`` is its directory, ``stderr`` what it said. All run in one process."""
     root = tmp_path_factory.mktemp("trl")
-    results: dict[str, dict[str, Any]] = {}
+    modes = ["transformers", "rollout_func", *(["vllm"] if find_spec("vllm") else [])]
+    command = [sys.executable, str(SCRIPT), str(tiny("qwen3")), str(root), *modes]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
-    def train(mode: str) -> dict[str, Any]:
-        if mode not in results:
-            out = root / mode
-            command = [sys.executable, str(SCRIPT), mode, str(tiny("qwen3")), str(out)]
-            done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-            assert done.returncode == 0, done.stderr[-3000:]
-            results[mode] = {**json.loads((out / "result.json").read_text()), "out": out, "stderr": done.stderr}
-        return results[mode]
+    def result(mode: str) -> dict[str, Any]:
+        out = root / mode
+        said = (out / "stderr").read_text(errors="replace") if out.exists() else ""
+        assert (out / "result.json").exists(), said[-3000:] + done.stderr[-3000:]
+        return {**json.loads((out / "result.json").read_text()), "out": out, "stderr": said}
 
-    return train
+    return result
 
 
 def logged(result: dict[str, Any], name: str) -> list[float]:

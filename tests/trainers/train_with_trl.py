@@ -1,7 +1,8 @@
-"""A short GRPO training with the installed TRL and rpadiag's callback, in a process of its own: ``train_with_trl.py MODE MODEL OUT``.
+"""Short GRPO trainings with the installed TRL and rpadiag's callback, in a process of their own: ``train_with_trl.py MODEL OUT MODE ...``.
 
-vLLM in the same process sets variables of distributed training, which a test session should not keep. MODE: ``transformers`` (TRL generates with
-transformers), ``rollout_func`` (the user's own generation, with its log-probabilities), ``vllm`` (colocated, TRL's own arguments). Writes OUT/result.json.
+vLLM in the same process sets variables of distributed training, which a test session should not keep: it comes last. MODE: ``transformers`` (TRL generates with
+transformers), ``rollout_func`` (the user's own generation, with its log-probabilities), ``vllm`` (colocated, TRL's own arguments). Writes OUT/MODE/result.json, and what a
+training says on stderr into OUT/MODE/stderr.
 """
 
 from __future__ import annotations
@@ -76,16 +77,25 @@ def train(mode: str, model: str, out: Path, **how: Any) -> dict[str, Any]:
     }
 
 
-def main(mode: str, model: str, out: Path) -> None:
+def main(model: str, out: Path, mode: str) -> None:
     how = {
         "transformers": {"align": ("rope", "swiglu")},
         "rollout_func": {"gates": ["k3_kl<=-1"], "stop": True},  # a gate that nothing passes
         "vllm": {"every": 2, "align": "all", "contract": "vllm-cpu", "gates": ["k3_kl<=1e-2", "faults==0"]},
     }[mode]
     out.mkdir(parents=True)
-    result = train(mode, model, out, **how)
+    before = os.dup(2)
+    with (out / "stderr").open("wb") as said:
+        os.dup2(said.fileno(), 2)
+        try:
+            result = train(mode, model, out, **how)
+        finally:
+            sys.stderr.flush()
+            os.dup2(before, 2)
+            os.close(before)
     (out / "result.json").write_text(json.dumps(result), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    for asked in sys.argv[3:]:
+        main(sys.argv[1], Path(sys.argv[2]) / asked, asked)
