@@ -92,7 +92,7 @@ def readable_cpu_linears() -> Iterator[None]:
 
 def vllm_model(llm: Any) -> Any:
     """The module that vLLM runs, in this process."""
-    return llm.llm_engine.model_executor.driver_worker.model_runner.model
+    return llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
 
 
 def prompt_logprobs(llm: Any, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

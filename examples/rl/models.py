@@ -159,10 +159,12 @@ def build(recipe: Recipe) -> Any:
 def pretrain(recipe: Recipe) -> tuple[Any, dict[str, Any]]:
     """Next-token training on solutions; the loss counts the solution and not the numbers that it is given."""
     import torch
+    import torch.utils.deterministic
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     start, losses, accuracies = time.monotonic(), [], []
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         model = build(recipe).to(device).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.1)
@@ -194,6 +196,7 @@ def pretrain(recipe: Recipe) -> tuple[Any, dict[str, Any]]:
                 every = max(1, recipe.eval_every // 4) if accuracies[-1][1] > recipe.target / 10 else recipe.eval_every
     finally:
         torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
     made = {
         "recipe": dataclasses.asdict(recipe), "version": VERSION, "steps": step, "accuracy": accuracies[-1][1] if accuracies else math.nan,
         "losses": losses, "accuracies": accuracies, "seconds": time.monotonic() - start, "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
