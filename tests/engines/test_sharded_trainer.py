@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from tiny import PROMPTS, make_checkpoint
 
+from rpadiag.cli.app import run as rpadiag
 from rpadiag.engines.bundle import open_bundle
 from rpadiag.errors import InputError
 from rpadiag.runs import open_run
 from rpadiag.sites import split_site
 
 EMULATED = ("--rollout", "emulated", "--emulate", "vllm-eager", "--device", "cpu")
+IN_TURN = Path(__file__).with_name("commands_in_turn.py")
+CAPTURES = {"captured-fsdp": "fsdp", "captured-tp": "tp"}
+COMPARISONS = {"compared-fsdp": "fsdp", "compared-tp": "tp"}
 
 
-def torchrun(*arguments: str | Path, num: int = 2, timeout: float = 900) -> subprocess.CompletedProcess[str]:
-    """``torchrun -m -- rpadiag ...``; without the two dashes torchrun takes --run for an abbreviation of its own."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num), "-m", "--", "rpadiag"]
-    return subprocess.run(
-        [*command, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=environment(),
-        check=False,
-    )
+def torchrun(*arguments: str | Path, timeout: float = 900) -> subprocess.CompletedProcess[str]:
+    """``torchrun ...`` with two ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(), check=False)
 
 
 def environment() -> dict[str, str]:
@@ -40,41 +41,92 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
-def alone(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rpadiag", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment(), check=False)
+def free_ports(num: int) -> list[int]:
+    """Different ports of this host that nobody listens on."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(num)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """What this process computes alone is computed as one rank computes it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("ranks")
     make_checkpoint(home / "model", "qwen3")
+    make_checkpoint(home / "three-heads", "qwen3", num_attention_heads=3, num_key_value_heads=3)
     (home / "prompts.txt").write_text(PROMPTS)
+    (home / "one.txt").write_text("A single prompt for two processes.\n")
     return home
 
 
+def compare(home: Path, run: Path, *how: str, prompts: str = "prompts.txt") -> list[str]:
+    return ["compare", str(home / "model"), str(home / prompts), "--run", str(run), *EMULATED, *how]
+
+
+def capture(home: Path, bundle: Path, *how: str, model: str = "model") -> list[str]:
+    given = (str(home / model), str(home / "prompts.txt"), "--engine", "trainer", "--device", "cpu")
+    return ["capture", *given, "--bundle", str(bundle), *how]
+
+
 @pytest.fixture(scope="module")
-def whole(home: Path) -> Path:
+def whole(home: Path, one_thread: None) -> Path:
     """A comparison by one process alone."""
-    done = alone("compare", home / "model", home / "prompts.txt", "--run", home / "whole", *EMULATED)
-    assert done.returncode == 0, done.stderr
+    assert rpadiag(compare(home, home / "whole")) == 0
     return home / "whole"
 
 
-def captured(home: Path, name: str, *how: str) -> Path:
-    arguments = ("capture", home / "model", home / "prompts.txt", "--engine", "trainer", "--device", "cpu")
-    done = (torchrun if how else alone)(*arguments, "--bundle", home / name, *how)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("bundle:") == 1  # rank 0 alone answers
-    return home / name
+@dataclass(frozen=True)
+class Done:
+    """A command in two ranks: its exit codes, and what each rank said."""
+
+    codes: list[int]
+    out: list[str]
+    err: list[str]
+
+
+@pytest.fixture(scope="module")
+def done(home: Path) -> dict[str, Done]:
+    """Commands by name, one after another in the same two ranks."""
+    commands = {name: capture(home, home / name, "--shard", how) for name, how in CAPTURES.items()}
+    commands |= {name: compare(home, home / name, "--shard", how) for name, how in COMPARISONS.items()}
+    commands["one prompt"] = compare(home, home / "one", prompts="one.txt")
+    commands["three heads"] = capture(home, home / "three", "--shard", "tp", model="three-heads")
+    where = home / "in-turn"
+    where.mkdir()
+    (where / "commands.json").write_text(
+        json.dumps(list(zip(free_ports(len(commands)), commands.values(), strict=True)))
+    )
+    ran = torchrun(IN_TURN, where)
+    assert ran.returncode == 0, ran.stderr
+
+    def read(number: int, kind: str) -> list[str]:
+        return [(where / f"{number}-{rank}.{kind}").read_text() for rank in (0, 1)]
+
+    return {
+        name: Done(codes=[int(c) for c in read(n, "code")], out=read(n, "out"), err=read(n, "err"))
+        for n, name in enumerate(commands)
+    }
 
 
 def test_fsdp_is_the_unsharded_trainer_to_the_bit_and_tensor_parallelism_first_differs_where_it_sums(
-    home: Path,
+    home: Path, done: dict[str, Done], one_thread: None
 ) -> None:
-    one = open_bundle(captured(home, "alone"))
-    for sharding in ("fsdp", "tp"):
-        two = open_bundle(captured(home, sharding, "--shard", sharding))
+    assert rpadiag(capture(home, home / "captured")) == 0
+    one = open_bundle(home / "captured")
+    for name, sharding in CAPTURES.items():
+        assert done[name].codes == [0, 0], done[name].err
+        assert "bundle:" in done[name].out[0] and done[name].out[1] == ""  # rank 0 alone answers
+        two = open_bundle(home / name)
         assert two.meta["weights"] == one.meta["weights"]
         assert two.meta["sharding"] == {"by": sharding, "num_ranks": 2}
         for index in range(len(one)):
@@ -85,18 +137,16 @@ def test_fsdp_is_the_unsharded_trainer_to_the_bit_and_tensor_parallelism_first_d
             assert all(a.read(s).shape == b.read(s).shape for s in a.sites)
 
 
-@pytest.mark.parametrize("sharding", ["fsdp", "tp"])
+@pytest.mark.parametrize("name", COMPARISONS)
 def test_local_divergence_of_a_sharded_trainer_is_that_of_the_unsharded(
-    home: Path, whole: Path, sharding: str, tmp_path: Path
+    home: Path, done: dict[str, Done], whole: Path, name: str
 ) -> None:
-    run = tmp_path / "run"
-    done = torchrun("compare", home / "model", home / "prompts.txt", "--run", run, *EMULATED, "--shard", sharding)
-    assert done.returncode == 0, done.stderr
-    a, b = open_run(whole), open_run(run)
+    assert done[name].codes == [0, 0], done[name].err
+    a, b = open_run(whole), open_run(home / name)
     assert b.manifest["trainer"]["sharding"]["num_ranks"] == 2
     x, y = (r.sites().set_index(["prompt", "precision", "source", "site"]).sort_index() for r in (a, b))
     same = x["local_num_differing"].eq(y["local_num_differing"]) | x["local_num_differing"].isna()
-    if sharding == "fsdp":
+    if COMPARISONS[name] == "fsdp":
         assert same.all() and a.metrics == b.metrics and a.verdict == b.verdict
     else:
         points = set(y[~same].reset_index()["point"])
@@ -106,7 +156,9 @@ def test_local_divergence_of_a_sharded_trainer_is_that_of_the_unsharded(
 
 def test_prompts_divided_over_ranks_give_the_run_of_one_process(home: Path, whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    done = torchrun("compare", home / "model", home / "prompts.txt", "--run", run, *EMULATED)
+    done = torchrun(
+        "-m", "--", "rpadiag", *compare(home, run)
+    )  # torchrun takes --run for its own without the two dashes
     assert done.returncode == 0, done.stderr
     a, b = open_run(whole), open_run(run)
     assert [p.name for p in sorted((run / "tokens.parquet").iterdir())] == ["part-00000.parquet", "part-00001.parquet"]
@@ -117,34 +169,32 @@ def test_prompts_divided_over_ranks_give_the_run_of_one_process(home: Path, whol
     assert not (run / "scratch").exists()
 
 
-def test_more_processes_than_prompts_end_with_one_clear_message(home: Path, tmp_path: Path) -> None:
-    (tmp_path / "one.txt").write_text("A single prompt for two processes.\n")
-    done = torchrun("compare", home / "model", tmp_path / "one.txt", "--run", tmp_path / "run", *EMULATED)
-    assert done.returncode != 0
-    assert "1 prompts cannot be divided over 2 processes" in done.stderr
+def test_more_processes_than_prompts_end_with_one_clear_message(home: Path, done: dict[str, Done]) -> None:
+    one = done["one prompt"]
+    assert 0 not in one.codes
+    assert "1 prompts cannot be divided over 2 processes" in one.err[0]
     with pytest.raises(InputError):
-        open_run(tmp_path / "run")
+        open_run(home / "one")
 
 
-def test_heads_that_do_not_divide_are_refused_on_every_rank(home: Path, tmp_path: Path) -> None:
-    arguments = ("capture", home / "model", home / "prompts.txt", "--engine", "trainer", "--device", "cpu")
-    done = torchrun(*arguments, "--bundle", tmp_path / "b", "--shard", "tp", num=3)
-    assert done.returncode != 0
-    assert "4 heads do not divide by 3 ranks" in done.stderr and "--shard fsdp" in done.stderr
+def test_heads_that_do_not_divide_are_refused_on_every_rank(done: dict[str, Done]) -> None:
+    three = done["three heads"]
+    assert three.codes[0] != 0
+    assert "3 heads do not divide by 2 ranks" in three.err[0] and "--shard fsdp" in three.err[0]
 
 
-def test_sharding_without_torchrun_is_a_usage_error(home: Path, tmp_path: Path) -> None:
-    done = alone("compare", home / "model", home / "prompts.txt", "--run", tmp_path / "r", *EMULATED, "--shard", "tp")
-    assert done.returncode == 2
-    assert "--shard tp cuts the trainer over several processes" in done.stderr and "torchrun" in done.stderr
+def test_sharding_without_torchrun_is_a_usage_error(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert rpadiag(compare(home, tmp_path / "r", "--shard", "tp")) == 2
+    said = capsys.readouterr().err
+    assert "--shard tp cuts the trainer over several processes" in said and "torchrun" in said
     assert not (tmp_path / "r").exists()
 
 
 def test_a_killed_rank_ends_the_others_and_leaves_no_whole_looking_run(home: Path, tmp_path: Path) -> None:
     """Ranks started by hand, so that nobody but rpadiag itself ends the one that is left."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     run = tmp_path / "run"
     ranks = []
     for rank in (0, 1):
@@ -153,7 +203,7 @@ def test_a_killed_rank_ends_the_others_and_leaves_no_whole_looking_run(home: Pat
         }  # fmt: skip
         ranks.append(
             subprocess.Popen(
-                [sys.executable, "-m", "rpadiag", "compare", home / "model", home / "prompts.txt", "--run", run, *EMULATED],
+                [sys.executable, "-m", "rpadiag", *compare(home, run)],
                 env={**environment(), **{k: str(v) for k, v in variables.items()}}, stderr=subprocess.PIPE, text=True,
             )
         )  # fmt: skip
