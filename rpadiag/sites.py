@@ -13,6 +13,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from rpadiag.errors import UsageError, unknown_name
 
@@ -118,6 +119,7 @@ def layer_site(layer: int, point: str) -> str:
     return f"layers.{layer}.{point}"
 
 
+@cache
 def split_site(site: str) -> tuple[int | None, str]:
     """(layer, point) of a site; the layer is None outside the decoder layers. Unknown sites raise."""
     parts = site.split(".")

@@ -1,4 +1,4 @@
-"""Progress on standard error: bars on a terminal, one line per step elsewhere."""
+"""Progress on standard error: bars on a terminal, elsewhere a line when a step starts, while it takes long, and when it ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichBars
     from rich.progress import TaskID
 
-MIN_LINE_S = 1.0  # steps shorter than this are not worth a second line in a log
+EVERY_S = 30.0  # a counted step says so often in a log how far it is
 
 
 @contextmanager
@@ -39,24 +39,42 @@ def progress_on_stderr() -> Iterator[Progress]:
 
 
 class _Lines:
-    """For logs: a line when a step starts and one with its time when it ends."""
+    """For logs: a line when a step starts and one with its time when it ends, well or not."""
 
     @contextmanager
     def stage(self, name: str, total: int | None = None) -> Iterator[Stage]:
-        print(f"{name} ..." if total is None else f"{name} ({total}) ...", file=sys.stderr, flush=True)
-        start = time.monotonic()
-        yield _Uncounted()
-        wall_s = time.monotonic() - start
-        if wall_s >= MIN_LINE_S:
-            print(f"{name}: {wall_s:.1f} s", file=sys.stderr, flush=True)
+        line = _Line(name, total)
+        line.say(f"{name} ..." if total is None else f"{name} ({total}) ...")
+        try:
+            yield line
+        except BaseException:
+            line.say(f"{name}: stopped after {line.wall_s:.1f} s")
+            raise
+        line.say(f"{name}: {line.wall_s:.1f} s")
 
     def note(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-class _Uncounted:
+class _Line:
+    """A step in a log; a counted one says every EVERY_S seconds how far it is."""
+
+    def __init__(self, name: str, total: int | None) -> None:
+        self._name, self._total, self._done = name, total, 0
+        self._began = self._said = time.monotonic()
+
+    @property
+    def wall_s(self) -> float:
+        return time.monotonic() - self._began
+
+    def say(self, text: str) -> None:
+        self._said = time.monotonic()
+        print(text, file=sys.stderr, flush=True)
+
     def advance(self, steps: int = 1) -> None:
-        del steps
+        self._done += steps
+        if self._total and time.monotonic() - self._said >= EVERY_S and self._done < self._total:
+            self.say(f"{self._name}: {self._done} of {self._total} after {self.wall_s:.0f} s")
 
 
 class _Bars:

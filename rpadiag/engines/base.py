@@ -68,7 +68,14 @@ class ModelFacts:
 
     def reads(self, site: str) -> tuple[str, ...]:
         """Sites that the operation behind a site reads."""
-        return inputs_of(site, self.sites, num_layers=self.num_layers)
+        if site not in self._read:
+            self._read[site] = inputs_of(site, self.sites, num_layers=self.num_layers)
+        return self._read[site]
+
+    @cached_property
+    def _read(self) -> dict[str, tuple[str, ...]]:
+        """What :meth:`reads` has found: it is asked for every site of every sequence."""
+        return {}
 
     @property
     def absent_reasons(self) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ class BundleCapture:
         self._keys: Keys = read_keys(path)
         self.sites: tuple[str, ...] = _sites(self._keys)
 
-    @property
+    @cached_property
     def positions(self) -> npt.NDArray[np.int64] | None:
         """int64 [T], None where the engine did not record them."""
         found = self.column(POSITIONS)

@@ -8,6 +8,7 @@ lost by quantization does not matter here: rpadiag compares two stacks on the sa
 from __future__ import annotations
 
 import fcntl
+import functools
 import glob
 import importlib.metadata
 import importlib.util
@@ -160,6 +161,7 @@ def convert(source: Path, directory: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    _parse_once()
     model = AutoModelForCausalLM.from_pretrained(
         source.parent,
         gguf_file=source.name,
@@ -168,6 +170,15 @@ def convert(source: Path, directory: Path) -> None:
     )
     model.save_pretrained(directory)
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(directory)
+
+
+def _parse_once() -> None:
+    """transformers parses the file for the configuration, the weights and the tokenizer, and looks each module's name up in a
+    table that it makes anew: most of the time of a conversion. Both depend on their arguments alone; for the rest of this process."""
+    import gguf
+
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        setattr(gguf, name, functools.cache(getattr(gguf, name)))
 
 
 if __name__ == "__main__":
