@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from rpadiag.runs import Run
 from rpadiag.runs import open_run as _open_run
+from rpadiag.workflows.arguments import of_types, paths_of, refused
 from rpadiag.workflows.options import (
     BisectOptions,
     BundlesOptions,
@@ -81,7 +82,8 @@ class Result(Run):
 
 def open_run(path: PathLike) -> Result:
     """A complete run directory. Raises InputError for one that is missing, did not finish, or is of another format."""
-    run = _open_run(path)
+    (where,) = paths_of("path", [path])
+    run = _open_run(where)
     return Result(run.path, run.manifest)
 
 
@@ -89,17 +91,11 @@ def _command(options: Callable[P, Any], work: Callable[[Any], Answer], text: str
     """A function with the arguments of an options class, defaults and types included."""
 
     def call(*args: P.args, **kwargs: P.kwargs) -> Answer:
-        return work(options(*args, **_with_paths(options, kwargs)))
+        return work(options(*args, **of_types(options, kwargs)))
 
     call.__doc__ = f"{text}\n\n{_documented(options)}"
     call.__signature__ = inspect.signature(options)  # type: ignore[attr-defined]
     return call
-
-
-def _with_paths(options: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Text where the class wants a path becomes one."""
-    paths = {f.name for f in dataclasses.fields(options) if "Path" in str(f.type)}
-    return {k: Path(v) if k in paths and isinstance(v, str) else v for k, v in given.items()}
 
 
 def _documented(options: Any) -> str:
@@ -153,7 +149,7 @@ fingerprint = _command(FingerprintOptions, _fingerprint, "The rounding contract 
 def rollouts(
     files: PathLike | Sequence[PathLike] = (),
     *,
-    records: Sequence[Mapping[str, Any]] = (),
+    records: Iterable[Mapping[str, Any]] = (),
     schema: str | None = None,
     run: PathLike | None = None,
     model: str | None = None,
@@ -168,18 +164,18 @@ def rollouts(
     from rpadiag.errors import UsageError
     from rpadiag.workflows.rollouts import RolloutsOptions, run_rollouts
 
-    if bool(files) == bool(records):
+    given, rows = paths_of("files", files), list(records)
+    if bool(given) == bool(rows):
         raise UsageError("rollouts are files or records, one of the two", hint="rpadiag.rollouts('step_40.jsonl')")
     if scoring and model is None:
         raise UsageError(f"{', '.join(scoring)}: of the trainer that scores the tokens", hint="give model=... as well")
-    given = [files] if isinstance(files, str | Path) else files
+    asked = None if model is None else ScoringOptions(**of_types(ScoringOptions, {"model": model, **scoring}))
     options = RolloutsOptions(
-        files=tuple(Path(f) for f in given),
-        schema=schema,
-        run=None if run is None else Path(run),
-        scoring=None if model is None else ScoringOptions(model=model, **scoring),
+        files=tuple(given),
+        scoring=asked,
+        **of_types(RolloutsOptions, {"schema": schema, "run": run}),
     )
-    return run_rollouts(options, records=records)
+    return run_rollouts(options, records=rows)
 
 
 def gate(
@@ -195,7 +191,12 @@ def gate(
     from rpadiag.errors import UsageError
     from rpadiag.workflows.judging import judged
 
-    found = judged(_paths(runs), list(gates), None if policy is None else Path(policy), _paths(baseline))
+    found = judged(
+        _paths("runs", runs),
+        _texts("gates", gates),
+        None if policy is None else Path(policy),
+        _paths("baseline", baseline),
+    )
     if found is None:
         raise UsageError("no gate is given", hint='rpadiag.gate("runs/now", "k3_kl<=1e-3")')
     return found
@@ -207,7 +208,7 @@ def report(
     html: PathLike | None = None,
     markdown: PathLike | None = None,
     junit: PathLike | None = None,
-    gates: Sequence[str] = (),
+    gates: str | Sequence[str] = (),
     policy: PathLike | None = None,
     baseline: PathLike | Sequence[PathLike] = (),
     history: PathLike | Sequence[PathLike] = (),
@@ -216,28 +217,50 @@ def report(
 
     Files that exist are replaced. history: earlier runs, or directories of them, for the trend.
     """
+    from rpadiag.errors import UsageError
     from rpadiag.workflows.judging import changes_along, judged
 
-    paths = _paths(runs)
-    judgement = judged(paths, list(gates), None if policy is None else Path(policy), _paths(baseline))
+    paths = _paths("runs", runs)
+    if html is None and markdown is None and junit is None and not (gates or policy or baseline):
+        raise UsageError("nothing to do", hint="give html=FILE, markdown=FILE, junit=FILE, gates or a baseline")
+    judgement = judged(
+        paths, _texts("gates", gates), None if policy is None else Path(policy), _paths("baseline", baseline)
+    )
     if html is not None:
         from rpadiag.reports.html import write_report
 
-        write_report(paths, Path(html), judgement=judgement, history=_paths(history), changes=changes_along(paths))
+        write_report(
+            paths,
+            *paths_of("html", [html]),
+            judgement=judgement,
+            history=_paths("history", history),
+            changes=changes_along(paths),
+        )
     if markdown is not None:
         from rpadiag.reports.markdown import write_markdown
 
-        write_markdown(paths, Path(markdown), judgement=judgement)
+        write_markdown(paths, *paths_of("markdown", [markdown]), judgement=judgement)
     if junit is not None:
         from rpadiag.reports.junit import write_junit
 
-        write_junit(paths, Path(junit), judgement=judgement)
+        write_junit(paths, *paths_of("junit", [junit]), judgement=judgement)
     return judgement
 
 
-def _paths(given: PathLike | Run | Sequence[PathLike | Run]) -> list[Path]:
+def _paths(name: str, given: PathLike | Run | Sequence[PathLike | Run]) -> list[Path]:
     several = [given] if isinstance(given, str | Path | Run) else given
-    return [one.path if isinstance(one, Run) else Path(one) for one in several]
+    if not isinstance(several, Iterable):
+        raise refused(name, given, "a run, a path, or a list of them")
+    return paths_of(name, [one.path if isinstance(one, Run) else one for one in several])
+
+
+def _texts(name: str, given: str | Iterable[str]) -> list[str]:
+    """One text or several."""
+    several = [given] if isinstance(given, str) else list(given)
+    for one in several:
+        if not isinstance(one, str):
+            raise refused(name, one, 'text such as "k3_kl<=1e-3"')
+    return several
 
 
 __all__ = [

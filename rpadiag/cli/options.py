@@ -10,7 +10,7 @@ import typer
 
 from rpadiag.cli import completion
 from rpadiag.errors import MissingDependencyError, unknown_name
-from rpadiag.sites import ALIGNABLE_REGIONS
+from rpadiag.workflows.arguments import named_regions
 from rpadiag.workflows.options import ATTENTIONS, DEFAULT_CONTRACT, DTYPES, MODES, ROLLOUTS
 from rpadiag.workflows.sharding import SHARDS
 
@@ -172,11 +172,8 @@ Format = Annotated[
 
 
 def regions_of(text: str | None) -> tuple[str, ...]:
-    """``rope,swiglu`` as a tuple; ``all`` is every alignable region. Names are checked by the options dataclass."""
-    if text is None:
-        return ()
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    return ALIGNABLE_REGIONS if names == ("all",) else names
+    """``rope,swiglu`` as a tuple, none without text."""
+    return () if text is None else named_regions(text)
 
 
 def check_format(name: str) -> str:

@@ -173,6 +173,10 @@ def resolve(contract: ContractLike, *, dtype: str = "bfloat16") -> Preset:
         if all(isinstance(value, Contract) for value in contract.values()) and contract:
             return _custom({str(region): value for region, value in contract.items()})
         return preset_from_dict(contract)
+    if not isinstance(contract, str | Path):
+        raise UsageError(
+            f"contract is a {type(contract).__name__}", hint="give a preset's name, or the file of rpadiag fingerprint"
+        )
     if isinstance(contract, Path) or contract.endswith(".json"):
         return load_preset(Path(contract))
     return vllm_cpu_preset(dtype) if contract == "vllm-cpu" else find_preset(contract)

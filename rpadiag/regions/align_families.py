@@ -99,6 +99,10 @@ def find_decoder(model: nn.Module) -> Decoder:
 
     Errors: InputError when no known decoder or more than one is inside, or a part is not transformers' own.
     """
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"align takes a model, and this is a {type(model).__name__}", hint="give the transformers model itself"
+        )
     found = [(module, family) for module in model.modules() if (family := _decoder_family(module)) is not None]
     if not found:
         known = ", ".join(f.name for f in FAMILIES)

@@ -25,6 +25,7 @@ BLOCK_BYTES = 8 << 20
 MAX_LINE_BYTES = 64 << 20  # a line of a million tokens with ids, masks and both log-probabilities has about 40 MB
 ROWS_PER_BATCH = 1024
 NUM_THREADS = 2
+ONE_MAPPING = "give one mapping of lists for each sequence"
 SUFFIXES = (".jsonl", ".parquet")
 PICKLED = (".pt", ".pth", ".pkl", ".pickle", ".bin")
 
@@ -88,10 +89,21 @@ def rollout_records(
     Raises InputError for no record or columns of no known schema.
     """
     if not rows:
-        raise InputError(f"{name} holds no record", hint="give one mapping of lists for each sequence")
+        raise InputError(f"{name} holds no record", hint=ONE_MAPPING)
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, Mapping):
+            raise InputError(f"{name}, record {number} is a {type(row).__name__}, not a mapping", hint=ONE_MAPPING)
     known = find_schema(list(rows[0]), schema, name)
     columns = tuple(c for c in (*known.lists, *known.scalars) if c in rows[0])
-    return RolloutRecords(paths=(Path(name),), schema=known, columns=columns, rows=tuple(rows))
+    plain = tuple({c: _as_list(row[c]) for c in columns if c in row} for row in rows)
+    return RolloutRecords(paths=(Path(name),), schema=known, columns=columns, rows=plain)
+
+
+def _as_list(value: Any) -> Any:
+    """Arrays, tensors and tuples as the lists that JSON would have."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return [_as_list(v) for v in value] if isinstance(value, tuple) else value
 
 
 def open_rollouts(given: Sequence[Path], *, schema: str | None = None) -> RolloutFiles:

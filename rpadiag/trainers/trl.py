@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from rpadiag.errors import RpadiagError, UsageError
 from rpadiag.gates import judge, parse_gate
 from rpadiag.regions.align import Alignment, ContractLike, align
 from rpadiag.runs import open_run
+from rpadiag.workflows.arguments import named_regions
 from rpadiag.workflows.options import DEFAULT_CONTRACT
 from rpadiag.workflows.rollouts import RolloutsOptions, RolloutsResult, run_rollouts
 
@@ -72,7 +74,7 @@ class MismatchCallback(TrainerCallback):
         every: int = 10,
         align: str | Sequence[str] | None = None,
         contract: ContractLike = DEFAULT_CONTRACT,
-        gates: Sequence[str] = (),
+        gates: str | Sequence[str] = (),
         stop: bool = False,
     ) -> None:
         if not (hasattr(trainer, BATCH) and hasattr(trainer, METRICS)):
@@ -81,14 +83,24 @@ class MismatchCallback(TrainerCallback):
                 detail=f"this callback was written for GRPOTrainer of TRL 1.16, here is TRL {_version('trl')}",
                 hint="give it a GRPOTrainer, or record rollouts and use rpadiag rollouts",
             )
-        if every < 1:
-            raise UsageError(f"every must be at least 1, not {every}")
+        if not isinstance(every, int) or every < 1:
+            raise UsageError(f"every is a number of steps, at least 1, not {every!r}", hint="every=10")
         if (gates or stop) and runs is None:
             raise UsageError("gates are held against runs, and none are written", hint="give runs=DIR as well")
+        if stop and not gates:
+            raise UsageError(
+                "stop ends the training when a gate fails, and there is no gate", hint="give gates=[...] as well"
+            )
         self.trainer = trainer
         self.runs = None if runs is None else Path(runs)
         self.every = every
-        self.gates = [parse_gate(text) for text in gates]
+        self.gates = [parse_gate(text) for text in ([gates] if isinstance(gates, str) else gates)]
+        for gate in self.gates:
+            if gate.relative:
+                raise UsageError(
+                    f"gate {gate.text!r} needs a baseline, and a training has none",
+                    hint="gate the runs afterwards: rpadiag report RUN --baseline RUN --gate ...",
+                )
         self.stop = stop
         self.alignments: list[Alignment] = _aligned(trainer, align, contract)
         self.result: RolloutsResult | None = None
@@ -219,11 +231,14 @@ def rows_of(part: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _aligned(trainer: Any, regions: str | Sequence[str] | None, contract: ContractLike) -> list[Alignment]:
     if not regions:
         return []
-    chosen = None if regions == "all" else [regions] if isinstance(regions, str) else list(regions)
+    chosen = None if regions == "all" else list(named_regions(regions)) if isinstance(regions, str) else list(regions)
     done: list[Alignment] = []
-    for model in (trainer.model, getattr(trainer, "ref_model", None)):
-        if model is not None:
-            done.append(align(trainer.accelerator.unwrap_model(model), regions=chosen, contract=contract))
+    with ExitStack() as undo:  # both models or neither
+        for model in (trainer.model, getattr(trainer, "ref_model", None)):
+            if model is not None:
+                done.append(align(trainer.accelerator.unwrap_model(model), regions=chosen, contract=contract))
+                undo.callback(done[-1].undo)
+        undo.pop_all()
     return done
 
 

@@ -10,13 +10,14 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rpadiag.cli.app import run as rpadiag
-from rpadiag.errors import UsageError
+from rpadiag.errors import RpadiagError, UsageError
 from rpadiag.runs import open_run
 from rpadiag.workflows.rollouts import RolloutsOptions, run_rollouts
 
@@ -114,6 +115,52 @@ def test_runs_of_a_training_are_gated_and_reported_with_their_trend(
     page = tmp_path / "trend.html"
     assert rpadiag(["report", *runs, "--html", str(page), "--gate", "k3_kl<=1e-2"]) == 0
     assert "aligned: rope, swiglu, rmsnorm, qk_norm" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"every": 0}, "at least 1, not 0"),
+        ({"every": "10"}, "at least 1, not '10'"),
+        ({"gates": ["k3_kl<=1"]}, "none are written"),
+        ({"runs": "runs", "stop": True}, "there is no gate"),
+        ({"runs": "runs", "gates": "k3_kl<=baseline"}, "a training has none"),
+        ({"runs": "runs", "gates": ["k3_kll<=1"]}, "unknown metric: k3_kll"),
+        ({"align": "rope,ropes"}, "unknown region: ropes"),
+        ({"align": "rope", "contract": "vllm-eagre"}, "unknown contract preset: vllm-eagre"),
+    ],
+)
+def test_argument_that_means_nothing_is_refused_before_anything_is_aligned(
+    tiny: Callable[[str], Path], arguments: dict[str, Any], told: str
+) -> None:
+    from rpadiag.trainers.trl import MismatchCallback
+
+    trainer = trainer_of(tiny("qwen3"))
+    with pytest.raises(UsageError) as caught:
+        MismatchCallback(trainer, **arguments)
+    assert told in caught.value.message and caught.value.hint
+    assert all("forward" not in vars(m) for m in trainer.model.modules())
+
+
+def test_reference_model_that_cannot_be_aligned_leaves_the_policy_as_it_was(tiny: Callable[[str], Path]) -> None:
+    from torch import nn
+
+    from rpadiag.trainers.trl import MismatchCallback
+
+    trainer = trainer_of(tiny("qwen3"))
+    trainer.ref_model = nn.Linear(2, 2)
+    with pytest.raises(RpadiagError, match="Linear"):
+        MismatchCallback(trainer, align="all")
+    assert all("forward" not in vars(m) for m in trainer.model.modules())
+
+
+def trainer_of(checkpoint: Path) -> Any:
+    """What the callback asks of a trainer before training begins."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="bfloat16")
+    accelerator = SimpleNamespace(unwrap_model=lambda m: m)
+    return SimpleNamespace(_buffered_inputs=None, _metrics={}, model=model, ref_model=None, accelerator=accelerator)
 
 
 def test_trainer_without_a_generated_batch_is_refused() -> None:

@@ -10,17 +10,23 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from unit.reports.written_runs import write_compare
 from unit.rollouts.recorded import record, rows, write
 
 import rpadiag
 from rpadiag.cli.app import app
-from rpadiag.errors import UsageError
+from rpadiag.errors import RpadiagError, UsageError
 from rpadiag.workflows import options
+from rpadiag.workflows.arguments import of_types
+from rpadiag.workflows.options import CompareOptions
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "python-api.md").read_text(encoding="utf-8")
+RECORD = {"token_ids": [5, 6, 7], "rollout_logprobs": [-1.0, -2.0, -1.5], "trainer_logprobs": [-1.01, -2.02, -1.49]}
 CLASSES = {
     "compare": options.CompareOptions,
     "compare_bundles": options.BundlesOptions,
@@ -119,3 +125,67 @@ def test_notebook_page_escapes_what_a_run_holds(tmp_path: Path) -> None:
     findings.write_text(json.dumps(changed))
     page = rpadiag.open_run(tmp_path / "run")._repr_html_()
     assert "<script>" not in page and "&lt;script&gt;" in page
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"model": 3}, "model is 3, a int"),
+        ({"prompts": None}, "prompts is None"),
+        ({"run": 3}, "run is 3"),
+        ({"max_tokens": "5"}, "max_tokens is '5', a str"),
+        ({"max_tokens": True}, "max_tokens is True"),
+        ({"temperature": "hot"}, "temperature is 'hot'"),
+        ({"sites": [3]}, "sites is [3]"),
+        ({"sites": 3}, "sites is 3"),
+        ({"trust_remote_code": "no"}, "trust_remote_code is 'no'"),
+        ({"align": "rope,ropes"}, "unknown region: ropes"),
+    ],
+)
+def test_argument_of_another_kind_is_refused_by_its_name_before_a_run_is_made(
+    tmp_path: Path, given: dict[str, Any], told: str
+) -> None:
+    arguments = {"model": "checkpoint", "prompts": "p.txt", "run": str(tmp_path / "run"), **given}
+    with pytest.raises(UsageError) as caught:
+        rpadiag.compare(**arguments)
+    assert told in caught.value.message and caught.value.hint
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda run: rpadiag.gate(run, 3),
+        lambda run: rpadiag.gate(run, ["k3_kl<=1"]),
+        lambda run: rpadiag.gate(3, "k3_kl<=1"),
+        lambda run: rpadiag.report(run),
+        lambda run: rpadiag.report(run, html=3),
+        lambda run: rpadiag.open_run(None),
+        lambda run: rpadiag.rollouts(3),
+        lambda run: rpadiag.rollouts(records=[{"token_ids": [1]}], temperature=1.0),
+        lambda run: rpadiag.rollouts(records={"token_ids": [1]}),
+        lambda run: rpadiag.rollouts(records=[RECORD, None]),
+        lambda run: rpadiag.align(3),
+    ],
+)
+def test_wrong_arguments_are_expected_errors_with_a_hint(tmp_path: Path, call: Callable[[Path], object]) -> None:
+    with pytest.raises(RpadiagError) as caught:
+        call(write_compare(tmp_path / "run", num_layers=1, num_prompts=1))
+    assert caught.value.hint
+
+
+def test_records_may_be_arrays_tuples_or_made_one_by_one() -> None:
+    arrays = {name: np.array(values) for name, values in RECORD.items()}
+    tuples = {name: tuple(values) for name, values in RECORD.items()}
+    for records in ([arrays], [tuples], (one for one in [RECORD])):
+        assert rpadiag.rollouts(records=records).metrics["num_tokens"] == 3
+
+
+def test_text_stands_for_a_list_as_on_the_command_line(tmp_path: Path) -> None:
+    run = write_compare(tmp_path / "run", num_layers=1, num_prompts=1)
+    judgement = rpadiag.report(run, junit=tmp_path / "g.xml", gates="k3_kl<=1")
+    assert judgement is not None and judgement.summary() == "1 gate: all pass."
+    assert of_types(CompareOptions, {"align": "all", "sites": "q_rope"}) == {
+        "align": ("rope", "swiglu", "rmsnorm"),
+        "sites": ("q_rope",),
+    }

@@ -127,9 +127,13 @@ def test_entry_of_another_kind_is_a_damaged_run_that_names_file_and_entry(
     written = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     path.write_text(json.dumps({**written, **change}), encoding="utf-8")
     with pytest.raises(InputError, match=f"{name} is not what rpadiag wrote") as caught:
-        run = open_run(path.parent)
-        _ = (run.findings, run.metrics, run.fingerprint)
+        read_all(path.parent)
     assert caught.value.detail == told and caught.value.hint
+
+
+def read_all(path: Path) -> None:
+    run = open_run(path)
+    _ = (run.findings, run.metrics, run.fingerprint)
 
 
 def test_findings_without_a_verdict_entry_are_damaged(make_run: MakeRun) -> None:
