@@ -11,7 +11,7 @@ import typer
 from rpadiag.cli import options as shared
 from rpadiag.cli.bars import progress_on_stderr
 from rpadiag.cli.output import print_findings, say
-from rpadiag.workflows.demo import MAX_TOKENS, REPLICATES, DemoOptions, run_demo
+from rpadiag.workflows.demo import MAX_TOKENS, NUM_PROMPTS, REPLICATES, DemoOptions, run_demo
 
 
 def demo(
@@ -19,13 +19,19 @@ def demo(
         Path, typer.Option("--into", metavar="DIR", help="Where to write; each demo gets the next free number.")
     ] = Path("runs-demo"),
     rollout: shared.Rollout = "vllm",
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", metavar="N", help="Tokens of each of the eight prompts.")
-    ] = MAX_TOKENS,
+    num_prompts: Annotated[
+        int,
+        typer.Option(
+            "--num-prompts", metavar="N", min=2, max=NUM_PROMPTS, help="Only the first N of the eight prompts."
+        ),
+    ] = NUM_PROMPTS,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="Tokens of each prompt.")] = MAX_TOKENS,
     replicates: shared.Replicates = REPLICATES,
 ) -> None:
     """Compare, bisect and report on SmolLM2-135M: 8 to 12 minutes on two CPU cores, no GPU, no hub."""
-    options = DemoOptions(directory=into, rollout=rollout, max_tokens=max_tokens, replicates=replicates)
+    options = DemoOptions(
+        directory=into, rollout=rollout, num_prompts=num_prompts, max_tokens=max_tokens, replicates=replicates
+    )
     shared.require_stacks(vllm=rollout == "vllm")
     try:
         with progress_on_stderr() as progress:

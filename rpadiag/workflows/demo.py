@@ -16,14 +16,17 @@ NUM_FINDINGS = 3
 MAX_TOKENS = 24
 NUM_GENERATED = 4
 REPLICATES = 32
+NUM_PROMPTS = 8  # that ship with rpadiag
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """directory: where numbered demonstrations go. rollout: as in ``compare``. max_tokens: of each prompt. replicates: as in ``bisect``."""
+    """directory: where numbered demonstrations go. rollout: as in ``compare``. num_prompts: of those that ship, from the first on.
+    max_tokens: of each prompt. replicates: as in ``bisect``."""
 
     directory: Path
     rollout: str = "vllm"
+    num_prompts: int = NUM_PROMPTS
     max_tokens: int = MAX_TOKENS
     replicates: int = REPLICATES
 
@@ -58,7 +61,7 @@ def run_demo(options: DemoOptions, progress: Progress = SILENT) -> Demonstration
     ensure_model(progress)
     html = home / "report.html"
     with as_file(files("rpadiag") / "data" / "demo_prompts.jsonl") as shipped:
-        prompts = shipped.relative_to(Path.cwd()) if shipped.is_relative_to(Path.cwd()) else shipped
+        prompts = _first(options.num_prompts, shipped, home)
         compare = CompareOptions(
             model=ALIAS,
             prompts=prompts,
@@ -88,6 +91,16 @@ def run_demo(options: DemoOptions, progress: Progress = SILENT) -> Demonstration
         answer=answer,
         findings=most_important(compared.findings, bisected.findings, answer=answer),
     )
+
+
+def _first(num_prompts: int, shipped: Path, home: Path) -> Path:
+    """The file of prompts to use: the one that ships, or a copy of its beginning in ``home``."""
+    if num_prompts < NUM_PROMPTS:
+        lines = shipped.read_text(encoding="utf-8").splitlines(keepends=True)
+        prompts = home / "prompts.jsonl"
+        prompts.write_text("".join(lines[:num_prompts]), encoding="utf-8")
+        return prompts
+    return shipped.relative_to(Path.cwd()) if shipped.is_relative_to(Path.cwd()) else shipped
 
 
 def _next_directory(parent: Path) -> Path:

@@ -209,7 +209,8 @@ def test_demo_numbers_its_directories_and_prints_three_findings_and_the_page(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs-demo" / "001").mkdir(parents=True)
-    assert run(["demo", "--rollout", "emulated", "--max-tokens", "3", "--replicates", "2"]) == 0
+    small = ["--num-prompts", "3", "--max-tokens", "4", "--replicates", "2"]
+    assert run(["demo", "--rollout", "emulated", *small]) == 0
     shown = capsys.readouterr().out
     assert [line[:3] for line in shown.splitlines() if line[:1].isdigit()] == ["1. ", "2. ", "3. "]
     assert shown.splitlines()[-1] == "report: runs-demo/002/report.html"
