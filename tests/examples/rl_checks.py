@@ -33,12 +33,29 @@ def control(cache: Path, out: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def first_batch(arm: str, cache: Path, out: Path) -> dict[str, Any]:
+    """Tokens and importance ratios of an arm's first round, and its loss's."""
+    spec = train.Spec(model=MODEL, arm=arm, seed=0, preset="micro", overrides=("rounds=1",))
+    out.mkdir()
+    trainer, _ = train.make_trainer(spec, out, cache=cache)
+    trainer.train()
+    parts = trainer._buffered_inputs
+    ratios = [part["importance_sampling_ratio"][part["completion_mask"].bool()] for part in parts]
+    return {
+        "tokens": [row for part in parts for row in part["completion_ids"].tolist()],
+        "prompts": [row for part in parts for row in part["prompt_ids"].tolist()],
+        "ratios": [value for r in ratios for value in r.tolist()],
+        "reward": trainer.rows[0]["reward"],
+    }
+
+
 def main(cache: Path, out: Path) -> None:
     out.mkdir()
     made = json.loads((ensure(MODEL, cache) / "made.json").read_text(encoding="utf-8"))
     result = {"made": made, "control": control(cache, out / "control")}
     spec = train.Spec(model=MODEL, arm="bf16", seed=0, preset="micro")
     result["straight"] = train.run(spec, out / "straight", cache=cache)
+    result["tis"], result["bf16"] = (first_batch(arm, cache, out / arm) for arm in ("tis", "bf16"))
     result["half"] = train.run(spec, out / "sweep" / f"{MODEL}-bf16-s0", cache=cache, stop_after=2)
     (out / "result.json").write_text(json.dumps(result), encoding="utf-8")
 

@@ -68,7 +68,22 @@ def test_sync_is_proven_by_log_probabilities_that_agree_in_fp32_and_a_missing_on
     synced, stale = checked["control"][:2], checked["control"][2]
     assert all(row["mean_abs_d"] < 1e-5 and row["weights_equal"] for row in synced)  # FP32's own rounding was 3e-7
     assert stale["mean_abs_d"] > 1e-3 and not stale["weights_equal"]
+    assert all(abs(row["systematic_sq"]) < 1e-9 for row in synced) and stale["systematic_sq"] > 1e-4
     assert synced[1]["updates"] == 2  # the second round is sampled after updates, so agreement there is the sync's
+
+
+def test_arms_of_a_seed_sample_the_same_and_only_one_weighs_by_importance(checked: dict[str, Any]) -> None:
+    tis, bf16 = checked["tis"], checked["bf16"]
+    assert [tis[n] for n in ("tokens", "prompts", "reward")] == [bf16[n] for n in ("tokens", "prompts", "reward")]
+    assert set(bf16["ratios"]) == {1.0}
+    assert len(set(tis["ratios"])) > 10 and max(tis["ratios"]) <= 2.0
+    assert len({tuple(row) for row in bf16["tokens"]}) > 2  # completions of one prompt do not share a seed
+
+
+def test_directory_of_another_run_is_refused(swept: Path) -> None:
+    script = [sys.executable, str(EXAMPLE / "train.py"), "--model", MODEL, "--arm", "bf16", "--preset", "micro"]
+    done = subprocess.run([*script, "--seed", "1", "--out", str(swept / RUN)], capture_output=True, text=True)
+    assert done.returncode == 1 and "holds another run" in done.stderr and "'seed': (0, 1)" in done.stderr
 
 
 def test_interrupted_run_ends_with_the_bits_of_one_that_was_not(checked: dict[str, Any], swept: Path) -> None:
