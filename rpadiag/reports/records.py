@@ -117,7 +117,7 @@ def record(run: Run) -> RunRecord:
         ),
         ("packages", ", ".join(f"{n} {packages[n]}" for n in SHOWN_PACKAGES if n in packages and n != "rpadiag")),
         ("processor", f"{cpu.get('model') or MISSING}, {cpu.get('num_cores', MISSING)} cores"),
-        ("GPU", ", ".join(str(g.get("name")) for g in devices.get("gpus") or [])),
+        ("GPU", ", ".join(str(g.get("name") if isinstance(g, Mapping) else g) for g in devices.get("gpus") or [])),
         ("seed", str(((m.get("options") or {}).get("effective") or {}).get("seed", ""))),
         ("tokens", _tokens(m)),
         *(

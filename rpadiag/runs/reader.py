@@ -13,6 +13,7 @@ from rpadiag.runs.manifest import differing_tensors, token_digest
 from rpadiag.runs.schema import FORMAT_NAME, FORMAT_VERSION, Table, table_named
 from rpadiag.runs.shapes import DAMAGED, check_shape
 from rpadiag.runs.writer import FINDINGS, MANIFEST, METRICS, WEIGHTS
+from rpadiag.sites import POINTS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -82,7 +83,7 @@ class Run:
     @property
     def weights(self) -> dict[str, dict[str, str]]:
         """Tensor digests by stack and tensor name; empty where the command loaded no weights."""
-        return _load_object(self.path / WEIGHTS) if "weights" in self.manifest else {}
+        return _load_object(self.path / WEIGHTS) if self.manifest.get("weights") else {}
 
     @property
     def fingerprint(self) -> dict[str, Any] | None:
@@ -128,6 +129,10 @@ class Run:
             )
         found = _with_nulls(table, found, names)
         _check_columns(path, table, found, columns)
+        if name == "sites" and "point" in found.column_names:
+            _check_points(path, found)
+        if name == "effects" and columns is None:
+            _check_parts(path, found, self.table("attribution", ["region", "design", "kind"]))
         return found
 
     def frame(self, name: str, columns: Sequence[str] | None = None, *, categories: Sequence[str] = ()) -> pd.DataFrame:
@@ -171,6 +176,28 @@ def _check_columns(path: Path, table: Table, found: pa.Table, columns: Sequence[
                 f"{path}: column {name} is {have}, expected {expected.field(name).type}",
                 hint="the file was not written by this version of rpadiag; make the run again",
             )
+
+
+def _check_points(path: Path, sites: pa.Table) -> None:
+    """InputError for a point that is not in the vocabulary of this version."""
+    import pyarrow.compute as pc
+
+    unknown = [str(p) for p in pc.unique(sites["point"]).to_pylist() if p not in POINTS]
+    if unknown:
+        raise InputError(
+            f"{path} has rows of the point {unknown[0]}, which this version of rpadiag does not know",
+            hint="read it with the version that wrote it, or make the run again",
+        )
+
+
+def _check_parts(path: Path, effects: pa.Table, attribution: pa.Table) -> None:
+    """InputError unless every part that was attributed, and all together, has a row of every metric."""
+    parts = [r["region"] for r in attribution.to_pylist() if r["design"] == "each" and r["kind"] == "ulp"]
+    have = set(zip(effects["region"].to_pylist(), effects["metric"].to_pylist(), strict=True))
+    metrics = dict.fromkeys(effects["metric"].to_pylist())
+    lacking = [(part, metric) for part in (*parts, "all") for metric in metrics if (part, metric) not in have]
+    if lacking and parts:
+        raise InputError(f"{path} has no {lacking[0][1]} of {lacking[0][0]}", hint=DAMAGED)
 
 
 def _to_pandas(table: Table, found: pa.Table, categories: Sequence[str] = ()) -> pd.DataFrame:
@@ -227,7 +254,7 @@ def check_same_inputs(run_a: Run, run_b: Run, *, prompts_only: bool = False) -> 
     """
     _check_tokens(run_a, run_b, prompts_only=prompts_only)
     unchecked: list[str] = []
-    weights_a, weights_b = run_a.manifest.get("weights", {}), run_b.manifest.get("weights", {})
+    weights_a, weights_b = (run.manifest.get("weights") or {} for run in (run_a, run_b))
     for stack in sorted(set(weights_a) | set(weights_b)):
         if stack not in weights_a or stack not in weights_b:
             lacking = run_b if stack in weights_a else run_a

@@ -24,7 +24,7 @@ WORDS: dict[str, tuple[type, ...]] = {
 
 # Facts of a stack are not among them: those of a foreign bundle are what its writer made them.
 MANIFEST: Mapping[str, Sequence[str]] = {
-    "an object": ("tables", "devices.gpus.*", "weights.*"),
+    "an object": ("tables", "weights.*"),
     "an object or null": (
         "options", "options.given", "options.effective", "packages", "devices", "devices.cpu", "git", "tokens", "weights", "trainer", "rollout",
         "sites", "sites.absent", "control", "rollouts",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from unit.reports.written_runs import write_bisect, write_compare
 
 from rpadiag.cli.app import run as rpadiag
+from rpadiag.errors import InputError
+from rpadiag.reports.html import write_report
 
 
 @pytest.fixture
@@ -52,6 +56,27 @@ def test_comparison_and_bisection_of_different_models(
     assert "the trainer ran with different weights" in refused(capsys, tmp_path, run, other)
 
 
+def rewritten(table: Path, column: str, change: Callable[[str], str]) -> None:
+    import pyarrow.parquet as pq
+
+    frame = pq.read_table(table).to_pandas()
+    frame[column] = [change(value) for value in frame[column]]
+    schema = pq.read_schema(table)
+    pq.write_table(pa.Table.from_pandas(frame, schema=schema, preserve_index=False), table)
+
+
+def test_site_of_another_vocabulary(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rewritten(run / "sites.parquet", "point", lambda point: "q_roped" if point == "q_rope" else point)
+    assert "of the point q_roped, which this version of rpadiag does not know" in refused(capsys, tmp_path, run)
+
+
+def test_part_whose_effects_are_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bisect = write_bisect(tmp_path / "bisect", num_prompts=2, num_tokens=16, generated=3, num_sequences=4)
+    rewritten(bisect / "effects.parquet", "region", lambda region: "roped" if region == "rope" else region)
+    assert "of rope" in refused(capsys, tmp_path, bisect)
+    assert rpadiag(["report", str(bisect)]) == 2
+
+
 @pytest.mark.parametrize("name", ["manifest.json", "tokens.parquet"])
 def test_file_of_a_run_is_never_written_over(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     before = (run / name).read_bytes()
@@ -60,9 +85,10 @@ def test_file_of_a_run_is_never_written_over(run: Path, name: str, capsys: pytes
     assert "it is a file of the run" in capsys.readouterr().err
 
 
-def test_name_that_no_file_can_have_is_an_input_error(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert rpadiag(["report", str(run), "--html", "a\0b"]) == 2
-    assert "hint: name a file in a directory" in capsys.readouterr().err
+def test_name_that_no_file_can_have_is_an_input_error(run: Path) -> None:
+    with pytest.raises(InputError, match="cannot write") as caught:
+        write_report([run], Path("a\0b"))
+    assert caught.value.hint
 
 
 def test_json_cut_short(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
