@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 # Files that take longest, longest first. Workers take whole files, and one that is begun last leaves the other core idle.
+# The files that share a vLLM process go to one worker, before all others: a second process would import vLLM for nothing.
 LONGEST = (
     "cli/test_readme.py",
     "cli/test_commands.py",
@@ -52,12 +54,36 @@ LONGEST = (
     "unit/regions/test_vllm_cpu_contracts.py",
     "architecture/test_without_torch.py",
 )
+SHARING = {
+    HERE / "engines" / f"test_{name}.py"
+    for name in (
+        "bisect_vllm", "decoding", "fingerprint_workflow", "full_alignment", "rollouts_scored", "verdicts", "vllm", "vllm_bundle",
+        "vllm_families", "vllm_sharded", "vllm_weights",
+    )
+}  # fmt: skip
 PLACES = {HERE / name: place for place, name in enumerate(LONGEST)}
-assert all(path.exists() for path in PLACES), "a file of LONGEST is gone"
+assert all(path.exists() for path in (*PLACES, *SHARING)), "a file of LONGEST or SHARING is gone"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: PLACES.get(item.path, len(PLACES)))
+    sharing = {item.path for item in items if "vllm_on" in getattr(item, "fixturenames", ())}
+    assert sharing <= SHARING, f"not in SHARING: {sharing - SHARING}"
+    items.sort(key=lambda item: (item.path not in SHARING, PLACES.get(item.path, len(PLACES))))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Whole files to a worker, as ``--dist loadfile`` has it, and those that share a vLLM process to one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    shared = {path.relative_to(config.rootpath).as_posix() for path in SHARING}
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "shared vLLM" if file in shared else file
+
+    return Files(config, log)
 
 
 def pytest_collection_finish() -> None:

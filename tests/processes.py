@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -15,6 +16,15 @@ def children(pid: int) -> list[int]:
     """Process ids that ``pid`` started and that still exist."""
     found = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return [p for p in found if p not in SHARED]
+
+
+def loading_torch(parent: int) -> int | None:
+    """The child of ``parent`` that has begun to load torch, None before there is one: an engine in the middle of its start."""
+    for pid in children(parent):
+        with contextlib.suppress(OSError):  # one that ended meanwhile
+            if "libtorch" in Path(f"/proc/{pid}/maps").read_text():
+                return pid
+    return None
 
 
 def surroundings() -> tuple[dict[str, str], bool]:

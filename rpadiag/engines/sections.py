@@ -69,7 +69,8 @@ class Sections:
         self._embed = trainer.model.get_submodule(embed)
         self._decoder: Any = trainer.model.get_submodule(embed.rpartition(".")[0])
         self.num_layers = trainer.facts.num_layers
-        shapes = [tuple((n, p.shape) for n, p in layer.named_parameters()) for layer in self._decoder.layers]
+        layers: Any = self._decoder.layers
+        shapes = [tuple((n, p.shape) for n, p in layer.named_parameters()) for layer in layers]
         self.num_distinct = 1 + max(
             map(shapes.index, shapes)
         )  # so many layers from the first on have one of every shape

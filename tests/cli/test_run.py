@@ -226,12 +226,14 @@ def unparsed(value: str) -> Any:
     raise AssertionError(f"{value} is not strict JSON")
 
 
-def test_doctor_answers_in_strict_json() -> None:
-    found = json.loads(shell("doctor", "--format", "json").stdout, parse_constant=unparsed)
+def test_doctor_answers_in_strict_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=unparsed)
     assert found["version"] and {a["name"] for a in found["abilities"]} >= {"trainer stack", "rollout stack (vllm)"}
 
 
-def test_doctor_table_names_versions_devices_and_sites() -> None:
-    shown = shell("doctor").stdout
+def test_doctor_table_names_versions_devices_and_sites(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor"]) == 0
+    shown = capsys.readouterr().out
     for part in ("rpadiag ", "cpu: ", "cuda", "transformers", "q_rope", "LlamaForCausalLM"):
         assert part in shown

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from processes import children
+from processes import children, loading_torch
 from tiny import planted_copy, token_ids
 
 from rpadiag.engines.base import TokenSequence
@@ -53,9 +53,11 @@ def starting(model: Path, log: Path, *, logging: bool = False) -> tuple[subproce
     caller = subprocess.Popen(
         [sys.executable, "-c", START, model, log], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    wait_for(lambda: children(caller.pid))
-    (child,) = children(caller.pid)
-    wait_for(lambda: log.stat().st_size if logging else "libtorch" in Path(f"/proc/{child}/maps").read_text())
+    wait_for(lambda: loading_torch(caller.pid))
+    child = loading_torch(caller.pid)
+    assert child is not None
+    if logging:
+        wait_for(lambda: log.stat().st_size)
     return caller, child
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from processes import children
+from processes import children, loading_torch
 from tiny import token_ids
 
 from rpadiag.engines.base import TokenSequence
@@ -35,10 +35,9 @@ def test_a_process_that_is_stopped_while_it_loads_is_ended(tiny: Callable[[str],
     log = tmp_path / "log"
     caller = subprocess.Popen([sys.executable, "-c", START, tiny("llama"), log], stdout=subprocess.PIPE, text=True)
     end = time.monotonic() + 120
-    while not (children(caller.pid) and log.exists() and log.stat().st_size):
+    while not (child := loading_torch(caller.pid)):
         assert time.monotonic() < end and caller.poll() is None
         time.sleep(0.05)
-    (child,) = children(caller.pid)
     os.kill(child, signal.SIGSTOP)
     out, _ = caller.communicate(timeout=60)
     assert out.startswith("vLLM made no progress for 8 s and was ended")
