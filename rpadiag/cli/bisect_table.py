@@ -103,10 +103,11 @@ def _show_rollout(rows: Sequence[Mapping[str, Any]]) -> None:
     """Trainers held against the replicated engine, where it was."""
     if not rows:
         return
-    names = {"all": "nothing", "reference": "everything"}
+    from rpadiag.reports.figures_attribution import aligned_name
+
     cells = [
         (
-            names.get(r["region"], r["region"]),
+            aligned_name(r["region"]),
             _measured(r, "systematic_sq"),
             _measured(r, "mean_shift"),
             number(r["chaotic_rms"]),

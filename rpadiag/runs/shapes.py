@@ -16,7 +16,8 @@ DAMAGED = "the run is damaged; make it again"
 WORDS: dict[str, tuple[type, ...]] = {
     "an object": (dict,),
     "an object or null": (dict, type(None)),
-    "a list": (list, type(None)),
+    "a list": (list,),
+    "a list or null": (list, type(None)),
     "a number": (int, float, type(None)),
     "text": (str,),
     "text or null": (str, type(None)),
@@ -29,7 +30,7 @@ MANIFEST: Mapping[str, Sequence[str]] = {
         "options", "options.given", "options.effective", "packages", "devices", "devices.cpu", "git", "tokens", "weights", "trainer", "rollout",
         "sites", "sites.absent", "control", "rollouts",
     ),
-    "a list": ("devices.gpus", "devices.cpu.isa"),
+    "a list or null": ("devices.gpus", "devices.cpu.isa"),
     "text or null": ("trainer.preset", "rollout.preset"),
     "a number": ("tables.*", "tokens.num_sequences", "wall_s"),
     "text": ("command", "weights.*.digest"),
@@ -37,7 +38,8 @@ MANIFEST: Mapping[str, Sequence[str]] = {
 FINDINGS: Mapping[str, Sequence[str]] = {
     "an object": ("findings.*",),
     "an object or null": ("verdict", "findings.*.numbers"),
-    "a list": ("findings", "verdict.evidence"),
+    "a list": ("findings",),
+    "a list or null": ("verdict.evidence",),
     "a number": ("findings.*.rank",),
     "text": ("verdict.kind", "verdict.sentence", "findings.*.code", "findings.*.severity", "findings.*.text"),
     "text or null": ("verdict.site", "findings.*.site", "findings.*.region"),
@@ -45,7 +47,7 @@ FINDINGS: Mapping[str, Sequence[str]] = {
 METRICS: Mapping[str, Sequence[str]] = {
     "an object": ("logprob.*", "logprob.*.worst_sequences.*", "logprob.*.sequence_outliers.*", "floors.*", "attribution.confirmation.*"),
     "an object or null": ("logprob", "attribution", "attribution.additivity", "rollouts"),
-    "a list": ("floors", "logprob.*.worst_sequences", "logprob.*.sequence_outliers", "attribution.confirmation", "rollouts.faults"),
+    "a list or null": ("floors", "logprob.*.worst_sequences", "logprob.*.sequence_outliers", "attribution.confirmation", "rollouts.faults"),
     "a number": (
         "logprob.*.num_tokens", "logprob.*.mean_abs_d", "logprob.*.k3_kl", "floors.*.mean_abs_d", "floors.*.max_abs_d", "floors.*.k3_kl",
         "floors.*.exact_share", "floors.*.num_tokens",

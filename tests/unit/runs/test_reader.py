@@ -112,6 +112,7 @@ def test_json_of_another_shape_is_a_damaged_run_that_names_the_file(
         ("manifest.json", {"git": "abc"}, "its git is str, not an object or null"),
         ("manifest.json", {"tables": {"sites": "2"}}, "its tables.* is str, not a number"),
         ("manifest.json", {"options": {"effective": [1]}}, "its options.effective is list, not an object or null"),
+        ("findings.json", {"findings": None}, "its findings is NoneType, not a list"),
         ("findings.json", {"findings": [None]}, "its findings.* is NoneType, not an object"),
         ("findings.json", {"findings": [{"code": 3}]}, "its findings.*.code is int, not text"),
         ("findings.json", {"verdict": {"kind": None}}, "its verdict.kind is NoneType, not text"),
