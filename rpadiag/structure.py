@@ -99,7 +99,8 @@ def num_mismatches(a: Tensor, b: Tensor) -> int:
 
 def mismatches(a: Tensor, b: Tensor) -> Tensor:
     """Which elements are not the same value, as :func:`num_mismatches` counts them; bool, in the shape of ``a``."""
-    return (a != b) & ~(a.isnan() & b.isnan())
+    undefined = b.isnan()
+    return (a != b) & ~(undefined & a.isnan()) if bool(undefined.any()) else a != b
 
 
 def signed_ulp(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,6 +38,12 @@ def trainer(tmp_path_factory):
     return TrainerEngine.load(make_checkpoint(tmp_path_factory.mktemp("deep") / "llama", num_hidden_layers=LAYERS))
 
 
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory):
+    """Layers below, between and above where variants part; a forward for every one of them is compared with."""
+    return TrainerEngine.load(make_checkpoint(tmp_path_factory.mktemp("shallow") / "llama", num_hidden_layers=3))
+
+
 def scorer(trainer, given, contract="fp32-output", **options):
     return PrefixScorer(trainer, given, TrainerSwitches(trainer.model, contract=contract), **options)
 
@@ -50,21 +56,21 @@ def whole_forward(trainer, given, replicate, contract):
         embedded = trainer.model.get_input_embeddings()(torch.tensor([sequence.token_ids])).detach()
         drawn = noise.ulp_draws(len(sequence.token_ids), embedded.shape[-1], seed=replicate.seed, number=number)
         offsets = noise.ulp_offsets(embedded, torch.from_numpy(drawn)[None])[0]
-        with switches.aligned(layers_by_region(replicate.variant.aligned, LAYERS)):
+        with switches.aligned(layers_by_region(replicate.variant.aligned, trainer.facts.num_layers)):
             out.append(trainer.forward_with_embedding_offset(sequence.token_ids, offsets.to(torch.int8)).logprob)
     return np.concatenate(out).astype(np.float64)
 
 
 @pytest.mark.parametrize("contract", ["fp32-output", "vllm-cpu-avx2", "flashinfer"])
 @pytest.mark.parametrize("by", [("region",), ("layer",), ("region", "layer")])
-def test_shared_layers_give_the_bits_of_whole_forwards(trainer, contract, by):
+def test_shared_layers_give_the_bits_of_whole_forwards(shallow, contract, by):
     given = sequences(20, 33)
-    parts = parts_of(("rope", "rmsnorm", "swiglu", "attention", "lm_head"), by=by, num_layers=LAYERS)
+    parts = parts_of(("rope", "rmsnorm", "swiglu", "attention", "lm_head"), by=by, num_layers=shallow.facts.num_layers)
     asked = list(replicates_of(variants_of(parts), [1], seed=5))
-    found = dict(scorer(trainer, given, contract)(asked))
+    found = dict(scorer(shallow, given, contract)(asked))
     assert set(found) == set(asked)
     for replicate in asked:
-        assert np.array_equal(found[replicate], whole_forward(trainer, given, replicate, contract)), replicate
+        assert np.array_equal(found[replicate], whole_forward(shallow, given, replicate, contract)), replicate
 
 
 def test_ranges_of_layers_share_half_of_the_layers_and_regions_share_the_reference_alone(trainer):

@@ -48,16 +48,14 @@ def wait_for(condition: Callable[[], object], *, seconds: float = 120) -> None:
         time.sleep(0.05)
 
 
-def starting(model: Path, log: Path, *, logging: bool = False) -> tuple[subprocess.Popen[str], int]:
-    """A caller that waits for its engine to load, and the engine's process id. logging: an engine that has written to its log."""
+def starting(model: Path, log: Path) -> tuple[subprocess.Popen[str], int]:
+    """A caller that waits for its engine to load, and the engine's process id."""
     caller = subprocess.Popen(
         [sys.executable, "-c", START, model, log], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     wait_for(lambda: loading_torch(caller.pid))
     child = loading_torch(caller.pid)
     assert child is not None
-    if logging:
-        wait_for(lambda: log.stat().st_size)
     return caller, child
 
 
@@ -102,7 +100,7 @@ def test_the_engine_ends_with_a_caller_that_is_killed(tiny: Callable[[str], Path
 
 @pytest.mark.vllm
 def test_an_engine_that_is_killed_is_reported_with_its_log(tiny: Callable[[str], Path], tmp_path: Path) -> None:
-    caller, child = starting(tiny("llama"), tmp_path / "log", logging=True)
+    caller, child = starting(tiny("llama"), tmp_path / "log")
     os.kill(child, signal.SIGKILL)
     out, _ = caller.communicate(timeout=60)
     assert "the vLLM process was killed by SIGKILL" in out

@@ -41,10 +41,10 @@ def make_model(family: str = "llama", *, dtype: torch.dtype = torch.bfloat16, se
     return model.train()
 
 
-def step(model: nn.Module, forward: Callable[..., Any] | None = None) -> Result:
+def step(model: nn.Module, forward: Callable[..., Any] | None = None, ids: Tensor = IDS) -> Result:
     """Logits and every gradient of one training step, through ``forward`` if given."""
     model.zero_grad()
-    out = (model if forward is None else forward)(input_ids=IDS, labels=IDS)
+    out = (model if forward is None else forward)(input_ids=ids, labels=ids)
     out.loss.backward()
     return out.logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 

@@ -47,9 +47,10 @@ def test_smollm2_aligned_to_hf_eager_is_the_unaligned_model_in_every_bit(smollm2
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16).train()
-    before = step(model)
+    few = IDS[:1, :10]  # all layers and the head, and few tokens: BF16 products are slow where a CPU has none
+    before = step(model, ids=few)
     with rpadiag.align(model, contract="hf-eager"):
-        assert_same(before, step(model))
+        assert_same(before, step(model, ids=few))
 
 
 @pytest.mark.parametrize("preset", ["fp32-output", "vllm-native", "vllm-cpu-ops"])

@@ -49,7 +49,7 @@ def test_gradient_checkpointing_changes_no_bit(preset: str, reentrant: bool) -> 
 
 @pytest.mark.parametrize("preset", WAYS)
 def test_compiled_forward_and_backward_keep_the_contract(preset: str) -> None:
-    model = make_model("llama")
+    model = make_model("llama", num_hidden_layers=2)
     with rpadiag.align(model, contract=preset):
         expected = step(model)
         torch._dynamo.reset()
@@ -58,7 +58,7 @@ def test_compiled_forward_and_backward_keep_the_contract(preset: str) -> None:
 
 
 def test_compiled_alignment_is_one_graph() -> None:
-    model = make_model("llama").eval()
+    model = make_model("llama", num_hidden_layers=2).eval()
     with rpadiag.align(model, contract="fp32-output"), torch.no_grad():
         torch._dynamo.reset()
         expected = model(input_ids=IDS, use_cache=False).logits
