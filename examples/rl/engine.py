@@ -6,6 +6,7 @@ TRL builds its engine itself and has no arguments for these, so the name ``LLM``
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,6 +29,14 @@ def engine_arguments(*, device: str, mode: str, dtype: str, kv_cache_mib: int, n
         sizes = [s for s in CAPTURE_SIZES if s < num_rows] + [num_rows]
         arguments["compilation_config"] = {"cudagraph_capture_sizes": sizes}
     return arguments
+
+
+def own_rendezvous() -> dict[str, str]:
+    """MASTER_ADDR and MASTER_PORT for this process. TRL and vLLM want a port even for one rank, and TRL tries 29500 first: of several runs that
+    start at once all but one would fail."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listening.getsockname()[1])}
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from arms import ARMS, arm_of, contract_of
-from engine import MODES, engine_arguments, seeded_engine
+from engine import MODES, engine_arguments, own_rendezvous, seeded_engine
 from models import NAMES, SMOLLM2, ensure, task_of
 from regime import regime_of
 from table import read_table, write_table
@@ -119,6 +119,8 @@ def make_trainer(spec: Spec, out: Path, *, cache: Path | None = None) -> tuple[A
         device=device, mode=spec.engine, dtype=arm.engine_dtype, num_rows=regime.num_rows, kv_cache_mib=128 if device == "cpu" else 1024,
     )  # fmt: skip
     keys = {"model": spec.model, "arm": spec.arm, "seed": spec.seed, "engine": spec.engine, "preset": spec.preset}
+    if not torch.distributed.is_initialized():
+        os.environ |= own_rendezvous()
     with seeded_engine(**arguments):
         trainer = RlTrainer(
             model=model, args=config, reward_funcs=rewards, train_dataset=data, processing_class=tokenizer, arm=arm, regime=regime,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import arms
 import collapse
+import engine
 import figure
 import masters
 import models
@@ -299,6 +301,16 @@ def test_a_run_that_fails_stops_no_other_and_is_named_in_the_end(tmp_path: Path)
     assert ends["qwen3-micro-fp16-s0"]["status"] == "complete"
     failed = ends["qwen3-micro-nothing-s0"]
     assert failed["status"] == "failed" and failed["code"] == 1
+
+
+def test_runs_that_start_at_once_meet_at_ports_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trl.trainer.utils import ensure_master_addr_port
+
+    for name, value in engine.own_rendezvous().items():
+        monkeypatch.setenv(name, value)
+    port = os.environ["MASTER_PORT"]
+    ensure_master_addr_port()  # what TRL does before it starts vLLM
+    assert os.environ["MASTER_PORT"] == port != "29500" and port != engine.own_rendezvous()["MASTER_PORT"]
 
 
 def test_sweep_without_enough_time_starts_nothing(tmp_path: Path) -> None:
