@@ -19,6 +19,8 @@ WORDS: dict[str, tuple[type, ...]] = {
     "a list": (list,),
     "a list or null": (list, type(None)),
     "a number": (int, float, type(None)),
+    "a whole number": (int,),
+    "a number or a list": (int, float, list, type(None)),
     "text": (str,),
     "text or null": (str, type(None)),
 }
@@ -40,23 +42,19 @@ FINDINGS: Mapping[str, Sequence[str]] = {
     "an object or null": ("verdict", "findings.*.numbers"),
     "a list": ("findings",),
     "a list or null": ("verdict.evidence",),
-    "a number": ("findings.*.rank",),
+    "a whole number": ("findings.*.rank",),
     "text": ("verdict.kind", "verdict.sentence", "findings.*.code", "findings.*.severity", "findings.*.text"),
     "text or null": ("verdict.site", "findings.*.site", "findings.*.region"),
 }
 METRICS: Mapping[str, Sequence[str]] = {
-    "an object": ("logprob.*", "logprob.*.worst_sequences.*", "logprob.*.sequence_outliers.*", "floors.*", "attribution.confirmation.*"),
+    "an object": ("logprob.*", "logprob.*.*.*", "floors.*", "attribution.confirmation.*"),
     "an object or null": ("logprob", "attribution", "attribution.additivity", "rollouts"),
-    "a list or null": ("floors", "logprob.*.worst_sequences", "logprob.*.sequence_outliers", "attribution.confirmation", "rollouts.faults"),
-    "a number": (
-        "logprob.*.num_tokens", "logprob.*.mean_abs_d", "logprob.*.k3_kl", "floors.*.mean_abs_d", "floors.*.max_abs_d", "floors.*.k3_kl",
-        "floors.*.exact_share", "floors.*.num_tokens",
-    ),
+    "a list or null": ("floors", "attribution.confirmation", "rollouts.faults"),
+    "a number": ("floors.*.mean_abs_d", "floors.*.max_abs_d", "floors.*.k3_kl", "floors.*.exact_share", "floors.*.num_tokens"),
+    "a number or a list": ("logprob.*.*",),  # the lists are of sequences
     "text": ("floors.*.name", "floors.*.stack"),
     "text or null": ("floors.*.text",),
 }  # fmt: skip
-
-
 FINGERPRINT: Mapping[str, Sequence[str]] = {
     "an object": ("regions.*",),
     "an object or null": ("captured", "regions", "undetermined"),
@@ -68,7 +66,7 @@ def check_shape(path: Path, data: Mapping[str, Any], shape: Mapping[str, Sequenc
     for word, addresses in shape.items():
         for address in addresses:
             for value in _at(data, address.split(".")):
-                if not isinstance(value, WORDS[word]) or (word == "a number" and isinstance(value, bool)):
+                if not isinstance(value, WORDS[word]) or (word.startswith("a number") and isinstance(value, bool)):
                     raise InputError(
                         f"{path} is not what rpadiag wrote",
                         detail=f"its {address} is {type(value).__name__}, not {word}",

@@ -39,8 +39,3 @@ def test_the_same_as_json(runs: list[str], capsys: pytest.CaptureFixture[str]) -
     rows = {(r["group"], r["name"]): r["cells"] for r in answer["rows"]}
     assert rows["Log-probabilities", "mean_abs_d, nats"][1] == rows["Log-probabilities", "mean_abs_d, nats"][1] | {"note": "× 3.0", "changed": True}  # fmt: skip
     assert [(c["from"], c["to"]) for c in answer["changes"]] == [("monday", "now")]
-
-
-def test_one_run_with_nothing_to_write_is_a_usage_error(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert rpadiag(["report", runs[0]]) == 2
-    assert "nothing to do" in capsys.readouterr().err

@@ -117,7 +117,8 @@ def test_json_of_another_shape_is_a_damaged_run_that_names_the_file(
         ("findings.json", {"findings": [{"code": 3}]}, "its findings.*.code is int, not text"),
         ("findings.json", {"verdict": {"kind": None}}, "its verdict.kind is NoneType, not text"),
         ("metrics.json", {"floors": [{"mean_abs_d": "x"}]}, "its floors.*.mean_abs_d is str, not a number"),
-        ("metrics.json", {"logprob": {"all": {"k3_kl": True}}}, "its logprob.*.k3_kl is bool, not a number"),
+        ("metrics.json", {"logprob": {"all": {"k3_kl": True}}}, "its logprob.*.* is bool, not a number or a list"),
+        ("metrics.json", {"logprob": {"all": {"k3_kl": [1]}}}, "its logprob.*.*.* is int, not an object"),
         ("fingerprint.json", {"regions": {"rope": "x"}}, "its regions.* is str, not an object"),
     ],
 )
