@@ -2,8 +2,8 @@
 
     python tests/benchmarks/bench_rollouts.py [--tokens 10000000] [--directory DIR]
 
-Goal: under 30 s and 2 GiB on two cores. Last measured on two busy AVX2 cores (load 7): Parquet 37 s by the clock, 8.9 s of
-processor, 386 MiB; JSON Lines 38 s, 13.7 s of processor, 285 MiB; with --run, Parquet 50 s, 16.5 s of processor, 465 MiB.
+Goal: under 30 s and 2 GiB on two cores. Last measured on two AVX2 cores (load 2): Parquet 8.2 s by the clock,
+377 MiB; JSON Lines 8.3 s, 286 MiB; with --run, Parquet 15.2 s, 463 MiB, JSON Lines 25.6 s, 307 MiB.
 """
 
 from __future__ import annotations
