@@ -28,12 +28,12 @@ _NAME_A_RUN = "name a directory that a rpadiag command wrote with --run"
 def _load(path: Path) -> Any:
     """JSON of one file of a run; missing or broken files are an InputError that names the file."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        written = path.read_bytes()
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}", hint=DAMAGED) from error
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return json.loads(written.decode("utf-8"))
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise InputError(f"{path} is not valid JSON", detail=str(error), hint=DAMAGED) from error
 
 

@@ -138,6 +138,13 @@ def read_all(path: Path) -> None:
     _ = (run.findings, run.metrics, run.fingerprint)
 
 
+def test_json_with_bytes_that_are_no_text_is_damaged_and_never_read_as_other_text(make_run: MakeRun) -> None:
+    run = make_run()
+    (run.path / "findings.json").write_bytes(b'{"verdict": null, "findings": [], "note": "\xff"}')
+    with pytest.raises(InputError, match=r"findings\.json is not valid JSON"):
+        _ = run.findings
+
+
 def test_findings_without_a_verdict_entry_are_damaged(make_run: MakeRun) -> None:
     run = make_run()
     (run.path / "findings.json").write_text('{"findings": []}', encoding="utf-8")
