@@ -279,7 +279,7 @@ def _ints(chunk: Chunk, name: str | None) -> _Column:
             hint=ONE_LIST,
         )
     numbers = values.to_numpy(zero_copy_only=False)
-    far = np.flatnonzero(~(np.abs(numbers) < LARGEST_ID)) if len(numbers) else numbers
+    far = np.flatnonzero(~((numbers > -LARGEST_ID) & (numbers < LARGEST_ID))) if len(numbers) else numbers
     if len(far):
         raise InputError(
             f"{chunk.path}: {name} holds {numbers[far[0]]}, which is no token id and no position",

@@ -80,6 +80,7 @@ def test_broken_line_is_an_error_that_names_it(line: str, message: str, tmp_path
         ('"token_ids": [true, 6, 7]', "true is not a whole number"),
         ('"token_ids": [5, 10000000000, 7]', "holds 10000000000, which is no token id"),
         ('"token_ids": [5, -3000000000, 7]', "holds -3000000000, which is no token id"),
+        (f'"token_ids": [5, {-(2**63)}, 7]', f"holds {-(2**63)}, which is no token id"),
     ],
 )
 def test_what_is_no_token_id_is_an_error_and_never_another_id(first: str, told: str, tmp_path: Path) -> None:
