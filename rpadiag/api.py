@@ -194,7 +194,7 @@ def gate(
     found = judged(
         _paths("runs", runs),
         _texts("gates", gates),
-        None if policy is None else Path(policy),
+        _policy(policy),
         _paths("baseline", baseline),
     )
     if found is None:
@@ -223,9 +223,7 @@ def report(
     paths = _paths("runs", runs)
     if html is None and markdown is None and junit is None and not (gates or policy or baseline):
         raise UsageError("nothing to do", hint="give html=FILE, markdown=FILE, junit=FILE, gates or a baseline")
-    judgement = judged(
-        paths, _texts("gates", gates), None if policy is None else Path(policy), _paths("baseline", baseline)
-    )
+    judgement = judged(paths, _texts("gates", gates), _policy(policy), _paths("baseline", baseline))
     if html is not None:
         from rpadiag.reports.html import write_report
 
@@ -254,9 +252,13 @@ def _paths(name: str, given: PathLike | Run | Sequence[PathLike | Run]) -> list[
     return paths_of(name, [one.path if isinstance(one, Run) else one for one in several])
 
 
+def _policy(given: PathLike | None) -> Path | None:
+    return None if given is None else paths_of("policy", [given])[0]
+
+
 def _texts(name: str, given: str | Iterable[str]) -> list[str]:
     """One text or several."""
-    several = [given] if isinstance(given, str) else list(given)
+    several = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
     for one in several:
         if not isinstance(one, str):
             raise refused(name, one, 'text such as "k3_kl<=1e-3"')

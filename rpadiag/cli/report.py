@@ -58,8 +58,8 @@ def report(
     """Draw runs into a single HTML file, summarise them in Markdown or JUnit, and hold gates against them.
 
     A comparison and a bisection must be of the same tokens and weights, and share a part of the page; any other runs stand
-    side by side, their numbers in columns. Without a file, a gate or a baseline the answer is printed here: one run as its
-    command printed it, several in columns. Leaves with 1 when a gate fails and with 2 when one cannot be answered.
+    side by side, their numbers in columns. Without a file, a gate or a baseline the answer is printed here: one run with its
+    verdict, findings and numbers, several in columns. Leaves with 1 when a gate fails and with 2 when one cannot be answered.
     """
     shared.check_format(output_format)
     files = [path for path in (html, markdown, junit) if path is not None]
@@ -103,7 +103,7 @@ def _check(files: list[Path], *, html: Path | None, history: list[Path] | None) 
 
 
 def _show_one(path: Path, output_format: str) -> None:
-    """One run, as the command that made it printed it."""
+    """One run: its verdict, findings and numbers."""
     from rpadiag.cli import bisect, bisect_table, compare
     from rpadiag.runs import open_run
 

@@ -57,9 +57,7 @@ def test_policy_and_baseline_as_json(run: Path, tmp_path: Path, capsys: pytest.C
     assert before.exists()
 
 
-def test_one_run_and_nothing_asked_prints_what_its_command_printed(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_run_and_nothing_asked_prints_its_numbers(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rpadiag(["report", str(run)]) == 0
     shown = capsys.readouterr().out
     for part in ("mean |d|, nats", "Noise floors", "made here", f"run: {run}"):
