@@ -155,11 +155,12 @@ class Axes:
 
 
 def curves(rounds: Sequence[Row], column: str) -> list[tuple[float, float]]:
-    """(round, mean over SMOOTH rounds), missing values left out of the means; runs shorter than that as they are."""
+    """(round, mean over SMOOTH rounds), no point where one of them has no finite value; runs shorter than that as they are."""
     values = [math.nan if r[column] is None else float(r[column]) for r in rounds]
-    if len(values) < SMOOTH:
-        return list(zip((r["round"] for r in rounds), values, strict=True))
-    return list(zip((r["round"] for r in rounds[SMOOTH - 1 :]), smoothed(values), strict=True))
+    short = len(values) < SMOOTH
+    means = values if short else smoothed(values)
+    numbers = [r["round"] for r in (rounds if short else rounds[SMOOTH - 1 :])]
+    return [(number, mean) for number, mean in zip(numbers, means, strict=True) if math.isfinite(mean)]
 
 
 def median_of(lines: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:

@@ -1,4 +1,4 @@
-"""Small Qwen2 and Qwen3 checkpoints, pretrained on written-out sums until about half of the sampled answers are right.
+"""Small Qwen2 and Qwen3 checkpoints, pretrained on written-out sums until about 40 % of the sampled answers are right.
 
     python examples/rl/models.py qwen3-s                  # into the cache; prints its directory
     python examples/rl/models.py --list

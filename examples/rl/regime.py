@@ -59,7 +59,11 @@ def regime_of(preset: str, overrides: Sequence[str] = ()) -> Regime:
         name, equals, value = text.partition("=")
         if name not in known or not equals:
             raise SystemExit(f"error: --set {text} sets nothing\nhint: NAME=VALUE with one of {', '.join(known)}")
-        values[name] = {"int": int, "float": float, "str": str}[str(known[name].type)](value)
+        kind = str(known[name].type)
+        try:
+            values[name] = {"int": int, "float": float, "str": str}[kind](value)
+        except ValueError:
+            raise SystemExit(f"error: --set {text}: {name} is of type {kind}\nhint: give such a value") from None
     regime = Regime(**values)
     if regime.num_rows % regime.num_minibatches:
         raise SystemExit(

@@ -145,13 +145,14 @@ class Sweep:
 
 
 def make_models(models: Sequence[str], cache: Path | None, processes: int) -> None:
-    """Missing checkpoints, side by side; one that cannot be made is an error of all runs with it."""
+    """Missing checkpoints, side by side; one that cannot be made ends the sweep, after the others beside it."""
     commands = [
         [sys.executable, str(HERE / "models.py"), m] + (["--cache", str(cache)] if cache else []) for m in models
     ]
     for start in range(0, len(commands), processes):
         begun = [subprocess.Popen(c, stdout=subprocess.DEVNULL) for c in commands[start : start + processes]]
-        if any(p.wait() for p in begun):
+        codes = [p.wait() for p in begun]  # of all of them, before any is an error
+        if any(codes):
             raise SystemExit("error: a checkpoint could not be made; its output is above")
 
 

@@ -1,6 +1,6 @@
 """The table of steps: one row a round of one run, as Parquet. Schema version, provenance and regime are in the file's metadata.
 
-A *round* is one generation and the updates made of it; DESIGN's word for what other places call a step of GRPO.
+A *round* is one generation and the updates made of it: what other places call a step of GRPO.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ for _name, _value in (
     ("VLLM_LOGGING_LEVEL", "ERROR"),
 ):
     os.environ.setdefault(_name, _value)
-if "compiled" not in sys.argv:  # eager vLLM would still compile the operator that ranks log-probabilities
+# Eager vLLM would still compile the operator that ranks log-probabilities. `--engine compiled` or `--engine=compiled`:
+if not any(word.endswith("compiled") for word in sys.argv):
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import argparse
@@ -91,7 +92,7 @@ def make_trainer(spec: Spec, out: Path, *, cache: Path | None = None) -> tuple[A
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig
 
-    arm, regime, task = arm_of(spec.arm), regime_of(spec.preset, spec.overrides), None
+    arm, regime = arm_of(spec.arm), regime_of(spec.preset, spec.overrides)
     task = task_of(spec.model, regime.length)
     checkpoint = ensure(spec.model, cache)
     device = "cuda" if torch.cuda.is_available() else "cpu"

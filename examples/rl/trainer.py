@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.utils.deterministic
 from arms import Arm
 from masters import MasterAdamW, scaled
 from parts import mismatch_parts, sequence_labels, weights_equal
@@ -42,14 +41,12 @@ def seed_of(seed: int, number: int) -> int:
 @contextlib.contextmanager
 def deterministic(on: bool) -> Iterator[None]:
     """Backward passes that add in one order, so that a resumed run has the bits of one that was not interrupted."""
-    before, filled = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(on, warn_only=True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 class RlTrainer(GRPOTrainer):
@@ -81,22 +78,16 @@ class RlTrainer(GRPOTrainer):
         return scaled(super().compute_loss(*args, **kwargs), self.masters.scale)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
+        with deterministic(True):
             return super().training_step(*args, **kwargs)
-        finally:
-            torch.use_deterministic_algorithms(False)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        torch.use_deterministic_algorithms(
-            False
-        )  # vLLM is in this process, and its operators need not have such a form
-        self._begin_round()
-        output = super()._generate_and_score_completions(inputs)
-        if not self.arm.truncated:
-            output["importance_sampling_ratio"] = torch.ones_like(output["importance_sampling_ratio"])
-        self._measure(output)
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        with deterministic(False):  # vLLM is in this process, and its operators need not have such a form
+            self._begin_round()
+            output = super()._generate_and_score_completions(inputs)
+            if not self.arm.truncated:
+                output["importance_sampling_ratio"] = torch.ones_like(output["importance_sampling_ratio"])
+            self._measure(output)
         return output
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

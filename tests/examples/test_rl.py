@@ -116,6 +116,8 @@ def test_a_regime_is_a_preset_with_named_overrides() -> None:
     assert (given.learning_rate, given.rounds, given.length) == (3e-4, 7, "long")
     with pytest.raises(SystemExit, match="hint: NAME=VALUE with one of learning_rate"):
         regime.regime_of("calm", ["lr=1"])
+    with pytest.raises(SystemExit, match="rounds is of type int"):
+        regime.regime_of("calm", ["rounds=many"])
     with pytest.raises(SystemExit, match="one of calm, harsh, micro"):
         regime.regime_of("mild")
     with pytest.raises(SystemExit, match="do not divide"):
@@ -277,6 +279,15 @@ def test_figure_counts_collapses_and_pairs_costs(tmp_path: Path) -> None:
     kinds = [element.tag.rpartition("}")[2] for element in drawn.iter()]
     assert kinds.count("polyline") == 2 * len(figure.PANELS) and kinds.count("circle") == 1
     assert "prefers-color-scheme:dark" in (tmp_path / "curves.svg").read_text(encoding="utf-8")
+
+
+def test_curve_and_median_have_no_point_where_a_round_has_no_value() -> None:
+    width = collapse.SMOOTH
+    rounds = [row("fp16", n, grad_norm=None if n == width else 2.0) for n in range(2 * width + 2)]
+    line = figure.curves(rounds, "grad_norm")
+    assert line == [(width - 1, 2.0), (2 * width, 2.0), (2 * width + 1, 2.0)]
+    other = [(n, 4.0) for n in range(2 * width + 2)]
+    assert figure.median_of([line, other]) == [(n, 3.0) for n, _ in line]
 
 
 def test_every_column_has_a_description() -> None:
