@@ -73,7 +73,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Whole files to a worker, as ``--dist loadfile`` has it, and those that share a vLLM process to one."""
+    """With ``--dist loadfile``: whole files to a worker, and those that share a vLLM process to one. Other ways stay as they are."""
+    if config.getvalue("dist") != "loadfile":
+        return None
     from xdist.scheduler import LoadFileScheduling
 
     shared = {path.relative_to(config.rootpath).as_posix() for path in SHARING}
