@@ -9,13 +9,13 @@ import numpy as np
 
 from rpadiag.findings import Finding
 from rpadiag.rollouts.fault import MIN_SEQUENCES, correlation, fault
-from rpadiag.rollouts.observed import LAGS, Observed, Worst
+from rpadiag.rollouts.observed import ABOVE_ZERO, LAGS, Observed, Worst
 
 FIT = 0.3  # mean |d| at another lag, of the one at lag 0, that shows a shift
 FAR = 0.3  # nats at lag 0, below which a shift is not looked for
 TAIL_FIT = 0.25  # the same for a sequence whose end alone is shifted
 MIN_TAIL = 6  # tokens before and after the place where that begins
-ABOVE_SHARE = 0.25  # of tokens whose log-probability is above 0
+ABOVE_SHARE = 0.25  # of tokens whose log-probability is above 0 by more than rounding
 DOUBLED = 0.95  # share of sequences that start with one token twice
 PADDED_RATIO = 4.0  # mean |d| of well padded sequences over that of the least padded
 PADDED_RANKS = 0.6  # rank correlation of padding and mean |d|
@@ -65,8 +65,8 @@ def above_zero(seen: Observed) -> Iterator[Finding]:
             what = "something else" if values.least < 0 else "probabilities" if values.largest <= 1 else "negated ones"
             yield fault(
                 "above-zero",
-                f"Above zero: {values.num_above} of {seen.num_tokens} log-probabilities of the {side} are above 0 (the largest {values.largest:.3g}), which none "
-                f"can be. The column looks like {what}, not like log-probabilities.",
+                f"Above zero: {values.num_above} of {seen.num_tokens} log-probabilities of the {side} are above {ABOVE_ZERO:g} (the largest {values.largest:.3g}), and "
+                f"none can be above 0. The column looks like {what}, not like log-probabilities.",
                 num_tokens=values.num_above, largest=values.largest,
             )  # fmt: skip
 
