@@ -1,6 +1,6 @@
 """One run: a model, an arm, a seed. Resumes from its last checkpoint, to the bit.
 
-    python examples/rl/train.py --model qwen3-s --arm bf16 --seed 0 --preset calm --out runs/rl/qwen3-s-bf16-0
+    python examples/rl/train.py --model qwen3-s --arm bf16 --seed 0 --preset calm --out runs/rl/qwen3-s-bf16-s0
 
 Writes in --out: run.json (what it is), steps.parquet (a row a round), runs/step-* (for `rpadiag report`), checkpoint-*, status.json.
 """
