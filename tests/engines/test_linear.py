@@ -84,6 +84,22 @@ def test_backward_gives_the_sum_of_what_forward_gives(linear):
         assert alone == pytest.approx(float((gradients[site] * errors[site]).sum()), rel=1e-4, abs=1e-4), site
 
 
+def test_sequences_in_one_padded_pass_have_what_each_has_alone(linear):
+    sequences = [IDS, IDS[:15], token_ids(20, seed=4)]
+    generator = torch.Generator().manual_seed(7)
+    widths = {f"layers.1.{p}": w for p, w in WIDTHS.items()} | {"final_norm": 128, "logits": 512}
+    errors = {s: torch.randn(3, len(IDS), w, generator=generator, dtype=torch.float64) for s, w in widths.items()}
+    changes, gradients = linear.changes_of(sequences, errors), linear.gradients_of(sequences, list(errors))
+    for row, ids in enumerate(sequences):  # what stands behind a sequence's end counts for nothing
+        alone = linear.changes(ids, {s: e[row, : len(ids)] for s, e in errors.items()})
+        assert changes[row].shape == alone.shape
+        assert np.abs(changes[row] - alone).max() < 1e-5 * np.abs(alone).max()  # norms and softmax are FP32
+        for site, gradient in linear.gradients(ids, list(errors)).items():
+            together = gradients[site][row]
+            assert (together[: len(ids)] - gradient).abs().max() < 1e-5 * gradient.abs().max(), site
+            assert not together[len(ids) :].any(), site
+
+
 def test_changes_act_on_later_tokens_only(linear):
     error = torch.zeros(len(IDS), 128, dtype=torch.float64)
     error[10] = 1.0
