@@ -223,6 +223,8 @@ def report(
     paths = _paths("runs", runs)
     if html is None and markdown is None and junit is None and not (gates or policy or baseline):
         raise UsageError("nothing to do", hint="give html=FILE, markdown=FILE, junit=FILE, gates or a baseline")
+    if history and html is None:
+        raise UsageError("history is drawn on the page, and no page was asked for", hint="give html=FILE as well")
     judgement = judged(paths, _texts("gates", gates), _policy(policy), _paths("baseline", baseline))
     if html is not None:
         from rpadiag.reports.html import write_report

@@ -160,6 +160,7 @@ def test_argument_of_another_kind_is_refused_by_its_name_before_a_run_is_made(
         lambda run: rpadiag.gate(3, "k3_kl<=1"),
         lambda run: rpadiag.gate(run, policy=3),
         lambda run: rpadiag.report(run, gates=3),
+        lambda run: rpadiag.report(run, gates="k3_kl<=1", history=run),
         lambda run: rpadiag.report(run),
         lambda run: rpadiag.report(run, html=3),
         lambda run: rpadiag.open_run(None),
