@@ -306,7 +306,12 @@ ATTRIBUTION = Table(
             "by how much mean |d| of one forward falls when this part alone is aligned; misleads, shown for comparison",
         ),
         _i64("naive_rank", "rank", "order by naive_gain, 1 = largest", nullable=True),
-        _f64("local_differing", "share", "elements the part moves when fed the same input", nullable=True),
+        _f64(
+            "local_differing",
+            "share",
+            "elements the part moves when fed the same input, residual adds left out",
+            nullable=True,
+        ),
         _f64(
             "local_predicted_sq",
             "nats^2",

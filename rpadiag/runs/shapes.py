@@ -66,7 +66,9 @@ def check_shape(path: Path, data: Mapping[str, Any], shape: Mapping[str, Sequenc
     for word, addresses in shape.items():
         for address in addresses:
             for value in _at(data, address.split(".")):
-                if not isinstance(value, WORDS[word]) or (word.startswith("a number") and isinstance(value, bool)):
+                if not isinstance(value, WORDS[word]) or (
+                    word.startswith(("a number", "a whole number")) and isinstance(value, bool)
+                ):
                     raise InputError(
                         f"{path} is not what rpadiag wrote",
                         detail=f"its {address} is {type(value).__name__}, not {word}",

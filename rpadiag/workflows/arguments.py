@@ -78,4 +78,4 @@ def paths_of(name: str, value: Any) -> list[Path]:
 
 def refused(name: str, value: Any, wanted: str) -> UsageError:
     """The error for an argument of another kind."""
-    return UsageError(f"{name} is {value!r:.60}, a {type(value).__name__}", hint=f"give {wanted}")
+    return UsageError(f"{name} is {value!r:.60}, of type {type(value).__name__}", hint=f"give {wanted}")

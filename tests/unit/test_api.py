@@ -130,10 +130,10 @@ def test_notebook_page_escapes_what_a_run_holds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"model": 3}, "model is 3, a int"),
+        ({"model": 3}, "model is 3, of type int"),
         ({"prompts": None}, "prompts is None"),
         ({"run": 3}, "run is 3"),
-        ({"max_tokens": "5"}, "max_tokens is '5', a str"),
+        ({"max_tokens": "5"}, "max_tokens is '5', of type str"),
         ({"max_tokens": True}, "max_tokens is True"),
         ({"temperature": "hot"}, "temperature is 'hot'"),
         ({"sites": [3]}, "sites is [3]"),
