@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from rpadiag.errors import EngineError, UsageError
+from rpadiag.errors import EngineError, RpadiagError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ class Ranks:
     commands: Any
 
     def tell(self, command: dict[str, Any] | None) -> None:
-        """Rank 0: send a command to every other rank; None ends them."""
+        """Rank 0: send a command to every other rank; None ends them, and ``fail`` with the error it names."""
         import torch.distributed as dist
 
         with answering():
@@ -132,9 +132,14 @@ def joined(device: str, *, timeout_s: float) -> Iterator[Ranks]:
 
 
 def lead(ranks: Ranks, work: Callable[[], Any]) -> Any:
-    """Rank 0's ``work``, after which the others are told to end, however it ended."""
+    """Rank 0's ``work``, after which the others are told to end, and what it failed with: they leave with the same exit code."""
+    ending: dict[str, Any] | None = None
     try:
         return work()
+    except BaseException as error:
+        known = error if isinstance(error, RpadiagError) else EngineError(f"ended by {type(error).__name__}")
+        ending = {"do": "fail", "error": known.to_plain()}
+        raise
     finally:
         with contextlib.suppress(EngineError):
-            ranks.tell(None)
+            ranks.tell(ending)

@@ -252,10 +252,12 @@ def aligned(engine: TrainerEngine, regions: Sequence[str], contract: str) -> Any
 
 
 def follow(ranks: Ranks) -> None:
-    """Every rank but the first: do what rank 0 tells until it ends."""
+    """Every rank but the first: do what rank 0 tells until it ends; raises what rank 0 ended with."""
     engine: ShardedTrainer | None = None
     while (command := ranks.hear()) is not None:
         do = command.pop("do")
+        if do == "fail":
+            raise from_plain(command["error"], place="rank 0: ")
         if do == "over":
             engine = None  # its memory goes before the next one's is taken
             with contextlib.suppress(RpadiagError):  # rank 0 has it too, and ends the others with it
