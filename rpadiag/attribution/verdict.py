@@ -74,7 +74,7 @@ def _answer(result: Attribution) -> str:
     if found:
         named = " and ".join(f"{n} ({_evidence(n, e, result)})" for n, e in found)
         verb = "is" if len(found) == 1 else "are"
-        parts.append(f"{named} {verb} responsible for systematic divergence; align {found[0][0]} first.")
+        parts.append(f"{named} {verb} responsible for systematic divergence; {_first([n for n, _ in found], result)}.")
     else:
         parts.append(
             f"No part is found responsible with {result.num_replicates} replicates of {result.total.num_tokens} tokens "
@@ -85,6 +85,14 @@ def _answer(result: Attribution) -> str:
     if open_:
         parts.append(f"Open: {', '.join(f'{n} (about {k} more replicates)' for n, k in open_)}.")
     return " ".join(parts)
+
+
+def _first(names: list[str], result: Attribution) -> str:
+    """Which of the responsible parts, strongest first, to align first; no order where the two strongest differ by less than their error."""
+    a, b = (result.systematic(n) for n in (names * 2)[:2])
+    if len(names) > 1 and not a.value - b.value > math.hypot(a.se, b.se):
+        return f"{names[0]} and {names[1]} differ by less than their error, so neither comes first"
+    return f"align {names[0]} first"
 
 
 def _evidence(name: str, e: Estimate, result: Attribution) -> str:
@@ -146,7 +154,7 @@ def _decision_words(name: str, e: Estimate, decision: Decision, result: Attribut
         return f"switching it changes no logprob at all ({base})"
     if decision.responsible:
         how = "" if decision.evidence == "square" else f"by its {_EVIDENCE[decision.evidence]}, "
-        return f"responsible, {how}{share_words(result, name)}{figures} (p = {decision.p_adjusted:.1g} after Holm's correction; {base})"
+        return f"responsible, {how}{share_words(result, name)}{figures} (p = {decision.p_adjusted:.2g} after Holm's correction; {base})"
     if decision.more_replicates:
         sooner = ", more prompts sooner" if e.num_sequences < FEW_SEQUENCES else ""
         return f"open, {figures}; about {decision.more_replicates} more replicates would settle it{sooner} ({base})"

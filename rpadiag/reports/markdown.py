@@ -80,7 +80,7 @@ def _summary(runs: Sequence[Run]) -> str:
     fence = fence_for(commands)
     lines += [
         "",
-        "<details><summary>To repeat it</summary>",
+        "<details><summary>To repeat it, with another --run</summary>",
         "",
         f"{fence}sh",
         printable(commands),

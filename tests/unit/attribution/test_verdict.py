@@ -45,6 +45,12 @@ def test_sentence_names_who_is_responsible_how_sure_and_what_aligning_does_not_r
     assert f"{result.total.chaotic_rms.value:.3f} nats rms of chaos" in said.sentence
 
 
+def test_regions_as_strong_as_one_another_are_not_put_in_an_order() -> None:
+    tied = run(World(parts=PARTS, systematic={"rope": 0.014, "rmsnorm": 0.014}, num_sequences=40, num_tokens=60), 24)
+    sentence = verdict(tied, findings(tied)).sentence
+    assert "are responsible" in sentence and "differ by less than their error, so neither comes first" in sentence
+
+
 def test_regions_that_were_not_asked_are_named(result: Attribution) -> None:
     said = verdict(result, findings(result), not_asked=("attention", "matmul"))
     assert said.sentence.endswith("Not asked: attention, matmul (--regions).")
