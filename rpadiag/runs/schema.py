@@ -307,10 +307,7 @@ ATTRIBUTION = Table(
         ),
         _i64("naive_rank", "rank", "order by naive_gain, 1 = largest", nullable=True),
         _f64(
-            "local_differing",
-            "share",
-            "elements the part moves when fed the same input, residual adds left out",
-            nullable=True,
+            "local_differing", "share", "elements moved when fed the same input, but for residual adds", nullable=True
         ),
         _f64(
             "local_predicted_sq",
