@@ -26,7 +26,7 @@ from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-from tasks import END_ID, PAD_ID, VOCAB_SIZE, Problem, Task, encode, is_right, problems, save_tokenizer
+from tasks import END_ID, PAD_ID, VOCAB_SIZE, Problem, Task, decode, encode, is_right, problems, save_tokenizer
 
 SMOLLM2 = "smollm2-135m"
 VERSION = 1  # raise when the same recipe makes another checkpoint
@@ -252,10 +252,8 @@ def sampled_accuracy(model: Any, task: Task, *, seed: int, num: int) -> float:
 
 
 def _right(problem: Problem, ids: list[int]) -> bool:
-    from tasks import CHARACTERS
-
     kept = ids[: ids.index(END_ID)] if END_ID in ids else ids
-    return is_right("".join(CHARACTERS[i - 2] if 2 <= i < 2 + len(CHARACTERS) else "?" for i in kept), problem.answer)
+    return is_right(decode(kept), problem.answer)
 
 
 def main() -> None:

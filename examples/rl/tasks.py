@@ -111,4 +111,9 @@ def encode(text: str) -> list[int]:
     return [2 + CHARACTERS.index(c) for c in text]
 
 
+def decode(ids: Sequence[int]) -> str:
+    """The text that token ids stand for; a question mark for an id that no character has."""
+    return "".join(CHARACTERS[i - 2] if 2 <= i < 2 + len(CHARACTERS) else "?" for i in ids)
+
+
 PAD_ID, END_ID = 0, 1

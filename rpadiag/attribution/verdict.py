@@ -89,9 +89,10 @@ def _answer(result: Attribution) -> str:
 
 def _first(names: list[str], result: Attribution) -> str:
     """Which of the responsible parts, strongest first, to align first; no order where the two strongest differ by less than their error."""
-    a, b = (result.systematic(n) for n in (names * 2)[:2])
-    if len(names) > 1 and not a.value - b.value > math.hypot(a.se, b.se):
-        return f"{names[0]} and {names[1]} differ by less than their error, so neither comes first"
+    if len(names) > 1:
+        a, b = (result.systematic(n) for n in names[:2])
+        if not a.value - b.value > math.hypot(a.se, b.se):
+            return f"{names[0]} and {names[1]} differ by less than their error, so neither comes first"
     return f"align {names[0]} first"
 
 

@@ -266,7 +266,9 @@ def _local_findings(e: Evidence) -> list[Finding]:
             f"{_label(region)} makes {_percent(stats.differing)} of its elements differ when fed the same input "
             f"(n = {stats.n} of {points}, largest {stats.max_ulp} ULP)."
         )
-        if not stats.num_differing:
+        rank = 1 if n == 0 else 3 + n
+        if not stats.num_differing:  # told after all that make something
+            rank = 20 + n
             text = (
                 f"{_label(region)} makes no difference when fed the same input (0 of {stats.n} elements of {points})."
             )
@@ -277,7 +279,7 @@ def _local_findings(e: Evidence) -> list[Finding]:
                 region=region,
                 text=text,
                 numbers={"local_differing": stats.differing, "n": stats.n, "max_ulp": stats.max_ulp},
-                rank=20 + n if not stats.num_differing else 1 if n == 0 else 3 + n,
+                rank=rank,
             )
         )
     return out

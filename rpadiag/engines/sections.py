@@ -71,9 +71,8 @@ class Sections:
         self.num_layers = trainer.facts.num_layers
         layers: Any = self._decoder.layers
         shapes = [tuple((n, p.shape) for n, p in layer.named_parameters()) for layer in layers]
-        self.num_distinct = 1 + max(
-            map(shapes.index, shapes)
-        )  # so many layers from the first on have one of every shape
+        # So many layers from the first on have one of every shape.
+        self.num_distinct = 1 + max(map(shapes.index, shapes))
 
     def embedded(self, batch: Batch) -> torch.Tensor:
         """The embedding module's output [B, T, H], moved by the batch's draws: the state that enters layer 0."""

@@ -294,9 +294,7 @@ def _commands(run: Run, regions: Sequence[str], found: Mapping[str, Found]) -> l
             code=f"import rpadiag\n\nwith rpadiag.align(model, regions=({named}), contract={json.dumps(contract)}):\n    ...  # forward and backward",
         )
     )
-    if "trainer" not in (
-        (run.manifest.get("options") or {}).get("effective") or {}
-    ):  # two bundles are as they were captured
+    if "trainer" not in records.effective_options(run.manifest):  # two bundles are as they were captured
         again = records.command_line(run.manifest, align=list(regions), contract=contract, run=f"{where}-aligned")
         out.append(Command(text="See what that leaves:", code=again))
     return out

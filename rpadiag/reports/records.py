@@ -49,15 +49,20 @@ def _flags(name: str, value: Any) -> list[str]:
     return [f"{flag} {shlex.quote(str(value))}"]
 
 
+def effective_options(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options in force, given or not; none where the manifest has none."""
+    found: Mapping[str, Any] = (manifest.get("options") or {}).get("effective") or {}
+    return found
+
+
 def directory_of(run: Run) -> str:
     """The run directory as the user named it; the name alone where nobody did."""
-    effective = (run.manifest.get("options") or {}).get("effective") or {}
-    return str(effective.get("run") or run.path.name)
+    return str(effective_options(run.manifest).get("run") or run.path.name)
 
 
 def model_name(manifest: Mapping[str, Any]) -> str:
     """The model as the user named it, without the directories of a path."""
-    effective = (manifest.get("options") or {}).get("effective") or {}
+    effective = effective_options(manifest)
     named = effective.get("model") or (manifest.get("trainer") or {}).get("model") or effective.get("target")
     if not named and (manifest.get("rollouts") or {}).get("schema"):
         return str(manifest["rollouts"]["schema"])
@@ -118,7 +123,7 @@ def record(run: Run) -> RunRecord:
         ("packages", ", ".join(f"{n} {packages[n]}" for n in SHOWN_PACKAGES if n in packages and n != "rpadiag")),
         ("processor", f"{cpu.get('model') or MISSING}, {cpu.get('num_cores', MISSING)} cores"),
         ("GPU", ", ".join(str(g.get("name") if isinstance(g, Mapping) else g) for g in devices.get("gpus") or [])),
-        ("seed", str(((m.get("options") or {}).get("effective") or {}).get("seed", ""))),
+        ("seed", str(effective_options(m).get("seed", ""))),
         ("tokens", _tokens(m)),
         *(
             (f"{stack} weights", f"{w.get('num_tensors')} tensors, digest {w.get('digest')}")

@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rpadiag.errors import InputError
-from rpadiag.rollouts.files import Chunk
+from rpadiag.rollouts.files import ONE_LIST, Chunk
 from rpadiag.rollouts.schemas import Schema
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+ONE_NUMBER = "write one number a record"
 LARGEST_ID = 2**31  # tables hold 32-bit token ids and positions
-ONE_LIST = "write one list of numbers a record"
 Ints = NDArray[np.int64]
 Singles = NDArray[np.float32]
 
@@ -310,10 +310,10 @@ def _scalar(chunk: Chunk, name: str) -> NDArray[np.float64]:
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):  # NeMo-RL's lists of one
         values, offsets = array.flatten(), array.offsets.to_numpy()
         if not (np.diff(offsets) == 1).all():
-            raise InputError(f"{chunk.path}: {name} is not one number a record", hint="write one number a record")
+            raise InputError(f"{chunk.path}: {name} is not one number a record", hint=ONE_NUMBER)
         array = values
     if pa.types.is_boolean(array.type) or pa.types.is_null(array.type):
         array = array.cast(pa.float64())
     if not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type)):
-        raise InputError(f"{chunk.path}: {name} is {array.type}, not a number", hint="write one number a record")
+        raise InputError(f"{chunk.path}: {name} is {array.type}, not a number", hint=ONE_NUMBER)
     return np.asarray(array.to_numpy(zero_copy_only=False), np.float64)

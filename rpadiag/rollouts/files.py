@@ -25,6 +25,7 @@ BLOCK_BYTES = 8 << 20
 MAX_LINE_BYTES = 64 << 20  # a line of a million tokens with ids, masks and both log-probabilities has about 40 MB
 ROWS_PER_BATCH = 1024
 NUM_THREADS = 2
+ONE_LIST = "write one list of numbers a record"
 ONE_MAPPING = "give one mapping of lists for each sequence"
 SUFFIXES = (".jsonl", ".parquet")
 PICKLED = (".pt", ".pth", ".pkl", ".pickle", ".bin")
@@ -279,9 +280,7 @@ def _arrow_schema(record: dict[str, Any], files: RolloutFiles, path: Path) -> pa
         while isinstance(value, list):
             depth, value = depth + 1, value[0] if value else None
         if name in files.schema.lists and not 1 <= depth <= 2:
-            raise InputError(
-                f"{path}, line 1: {name} is not a list of numbers", hint="write one list of numbers a record"
-            )
+            raise InputError(f"{path}, line 1: {name} is not a list of numbers", hint=ONE_LIST)
         for _ in range(depth):
             kind = pa.list_(kind)
         fields.append(pa.field(name, kind))
