@@ -21,94 +21,19 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from batch_sites import batch_invariance, batch_invariant_sites
+from random_models import Setting
 
-from rpadiag.engines.base import TokenSequence
 from rpadiag.engines.bundle import open_bundle
-from rpadiag.engines.vllm import VllmEngine
 from rpadiag.runs import open_run
 from rpadiag.sites import split_site
 from rpadiag.workflows.compare import run_compare
 from rpadiag.workflows.options import CompareOptions
-
-ATTENTION = ("q_rope", "k_rope", "v", "attn")
-SHAPES: dict[str, dict[str, Any]] = {
-    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "tie_word_embeddings": True},
-    "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "tie_word_embeddings": False},
-}  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What every part is given. tokens: of the one long prompt of the overhead parts; others take a quarter, four prompts."""
-
-    device: str
-    model: Path | None
-    work: Path
-    layers: int | None
-    tokens: int
-    generate: int
-    vocab: int
-
-    @property
-    def short(self) -> int:
-        return max(16, self.tokens // 32)
-
-    def checkpoint(self, shape: str) -> Path:
-        """A random bf16 checkpoint of the shape, made on the device where it is not there yet; or the one given."""
-        if self.model is not None and shape == "0.6b":
-            return self.model
-        directory = self.work / f"model-{shape}"
-        if not (directory / "config.json").exists():
-            make_checkpoint(directory, SHAPES[shape], self)
-        return directory
-
-    def sequences(self, shape: str, num: int, length: int) -> list[TokenSequence]:
-        config = json.loads((self.checkpoint(shape) / "config.json").read_text())
-        rng = np.random.default_rng(0)
-        ids = rng.integers(10, config["vocab_size"], (num, length))
-        return [TokenSequence(prompt=i, token_ids=tuple(map(int, row)), num_prompt_tokens=length) for i, row in enumerate(ids)]  # fmt: skip
-
-    def engine(self, shape: str, length: int, **arguments: Any) -> VllmEngine:
-        batched = arguments.pop("max_num_batched_tokens", 8192)
-        return VllmEngine.start(
-            self.checkpoint(shape), dtype="bfloat16", device=self.device, log_path=self.work / "vllm.log",
-            max_model_len=length + 1, max_num_batched_tokens=batched, timeout_s=240, **arguments,
-        )  # fmt: skip
-
-
-def make_checkpoint(directory: Path, shape: dict[str, Any], setting: Setting) -> None:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    small = {} if setting.layers is None else {"num_hidden_layers": setting.layers}
-    if setting.device == "cpu":  # the same code on a model that a CPU runs in seconds
-        small |= {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
-    values = {**shape, **small}
-    config = Qwen3Config(
-        vocab_size=setting.vocab, num_key_value_heads=min(8, values["num_attention_heads"]), head_dim=128 if not small.get("hidden_size") else 32,
-        max_position_embeddings=8192, initializer_range=0.04 if values["hidden_size"] < 4096 else 0.02, **values,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(setting.device):
-            model = Qwen3ForCausalLM(config)
-    finally:
-        torch.set_default_dtype(dtype)
-    part = directory.with_suffix(".part")
-    shutil.rmtree(part, ignore_errors=True)
-    model.save_pretrained(part, max_shard_size="2GB")
-    part.rename(directory)
-    del model
-    if setting.device != "cpu":
-        torch.cuda.empty_cache()
-
 
 # -- parts -----------------------------------------------------------------------------------------
 
@@ -211,18 +136,13 @@ def flat(plain: dict[str, Any]) -> np.ndarray:
 
 def batch_invariant(setting: Setting, found: dict[str, Any]) -> None:
     """VLLM_BATCH_INVARIANT=1: vLLM's own floors (batch, decode against prefill) should be zero; without it they are not."""
-    for name, value in (("invariant", "1"), ("plain", "0")):
-        before = os.environ.get("VLLM_BATCH_INVARIANT")
-        os.environ["VLLM_BATCH_INVARIANT"] = value
+    for name, on in (("invariant", True), ("plain", False)):
+        one: dict[str, Any] = {}
         try:
-            one: dict[str, Any] = {}
-            compared(setting, one, generate=setting.generate, sites=("attn",))
+            with batch_invariance(on):
+                compared(setting, one, generate=setting.generate, sites=("attn",))
         except Exception as error:
             one["error"] = f"{type(error).__name__}: {error}"[:2000]
-        finally:
-            os.environ.pop("VLLM_BATCH_INVARIANT")
-            if before is not None:
-                os.environ["VLLM_BATCH_INVARIANT"] = before
         found[name] = one
 
 
@@ -265,6 +185,12 @@ def fp8_cache(setting: Setting, found: dict[str, Any]) -> None:
     """An FP8 KV cache: named as the cause, before any word of rounding."""
     compared(setting, found, engine_args=("kv_cache_dtype=fp8",), generate=min(8, setting.generate))
     found["recognised"] = "quantised-kv-cache" in found["findings"]
+
+
+def fp8_weights(setting: Setting, found: dict[str, Any]) -> None:
+    """vLLM quantises the weights to FP8 while it loads: named as the cause, before any word of rounding."""
+    compared(setting, found, engine_args=("quantization=fp8",))
+    found["recognised"] = "quantised-weights" in found["findings"]
 
 
 def overhead(setting: Setting, found: dict[str, Any], shape: str, *, compiled: bool) -> None:
@@ -349,8 +275,10 @@ PARTS: dict[str, tuple[int, Part]] = {
     "decode-eager": (70, decode_eager),
     "decode-compiled": (240, decode_compiled),
     "batch-invariant": (130, batch_invariant),
+    "batch-invariant-sites": (60, batch_invariant_sites),
     "chunked-prefill": (90, chunked_prefill),
     "fp8-kv-cache": (60, fp8_cache),
+    "fp8-weights": (60, fp8_weights),
     "overhead-eager": (60, lambda s, f: overhead(s, f, "0.6b", compiled=False)),
     "overhead-compiled": (100, lambda s, f: overhead(s, f, "0.6b", compiled=True)),
     "8b-overhead-eager": (180, lambda s, f: overhead(s, f, "8b", compiled=False)),
