@@ -32,6 +32,7 @@ class Arm:
     regions: tuple[str, ...] = ()
     contract: str = "fp32-output"
     truncated: bool = False
+    kv_cache_dtype: str = "auto"  # of vLLM's cache; auto is engine_dtype
 
 
 ARMS: dict[str, Arm] = {
@@ -43,8 +44,10 @@ ARMS: dict[str, Arm] = {
     "fp16": Arm(text="FP16 in both stacks, with loss scaling", trainer_dtype="float16", engine_dtype="float16"),
     "tis": Arm(text="BF16 with truncated importance sampling", truncated=True),
 }
-# Not of the experiment: without rounding only mistakes are left, such as weights that were not synced. vLLM's FP32 attention is for CPUs.
+# Not of the experiment. Without rounding only mistakes are left, such as weights that were not synced (vLLM's FP32 attention is for CPUs); and
+# a mismatch far larger than rounding's shows whether this training minds one at all (FP8 caches are for GPUs).
 CONTROLS: dict[str, Arm] = {
+    "fp8-cache": Arm(text="as bf16, with an FP8 KV cache in vLLM", kv_cache_dtype="fp8"),
     "fp32-both": Arm(text="FP32 in both stacks", trainer_dtype="float32", engine_dtype="float32"),
 }
 BASELINE = "bf16"

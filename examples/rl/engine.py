@@ -15,10 +15,13 @@ MODES = ("eager", "compiled")
 CAPTURE_SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256]
 
 
-def engine_arguments(*, device: str, mode: str, dtype: str, kv_cache_mib: int, num_rows: int) -> dict[str, Any]:
+def engine_arguments(
+    *, device: str, mode: str, dtype: str, kv_cache_mib: int, num_rows: int, kv_cache_dtype: str = "auto"
+) -> dict[str, Any]:
     """vLLM engine arguments beside TRL's. The cache has a fixed size: several engines share a GPU, and none measures what is free."""
     arguments: dict[str, Any] = {
         "dtype": dtype,
+        "kv_cache_dtype": kv_cache_dtype,
         "enforce_eager": mode == "eager",
         "enable_prefix_caching": False,  # a cached prompt would be computed by an earlier batch, or by earlier weights
         "kv_cache_memory_bytes": kv_cache_mib << 20,

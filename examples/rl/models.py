@@ -163,7 +163,9 @@ def pretrain(recipe: Recipe) -> tuple[Any, dict[str, Any]]:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     start, losses, accuracies = time.monotonic(), [], []
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its attention has no deterministic form while warn_only is set
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         model = build(recipe).to(device).train()
@@ -196,6 +198,7 @@ def pretrain(recipe: Recipe) -> tuple[Any, dict[str, Any]]:
                 every = max(1, recipe.eval_every // 4) if accuracies[-1][1] > recipe.target / 10 else recipe.eval_every
     finally:
         torch.use_deterministic_algorithms(False)
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
         torch.utils.deterministic.fill_uninitialized_memory = True
     made = {
         "recipe": dataclasses.asdict(recipe), "version": VERSION, "steps": step, "accuracy": accuracies[-1][1] if accuracies else math.nan,

@@ -118,6 +118,7 @@ def make_trainer(spec: Spec, out: Path, *, cache: Path | None = None) -> tuple[A
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, arm.trainer_dtype))
     arguments = engine_arguments(
         device=device, mode=spec.engine, dtype=arm.engine_dtype, num_rows=regime.num_rows, kv_cache_mib=128 if device == "cpu" else 1024,
+        kv_cache_dtype=arm.kv_cache_dtype,
     )  # fmt: skip
     keys = {"model": spec.model, "arm": spec.arm, "seed": spec.seed, "engine": spec.engine, "preset": spec.preset}
     if not torch.distributed.is_initialized():

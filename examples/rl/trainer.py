@@ -42,11 +42,14 @@ def seed_of(seed: int, number: int) -> int:
 def deterministic(on: bool) -> Iterator[None]:
     """Backward passes that add in one order, so that a resumed run has the bits of one that was not interrupted."""
     before = torch.are_deterministic_algorithms_enabled()
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     torch.use_deterministic_algorithms(on, warn_only=True)
+    torch.backends.cuda.enable_cudnn_sdp(cudnn and not on)  # its attention has no such form while warn_only is set
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=True)
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
 
 
 class RlTrainer(GRPOTrainer):

@@ -79,8 +79,13 @@ def _mean_square(squared: Tensor, contract: RmsNormContract, *, fused: bool) -> 
         total = squares.sum(-1, keepdim=True)
     if contract.mean == "sum/n":
         # a tensor on the same device: CUDA divides by a Python number as a product with its reciprocal
-        return total / torch.tensor(num_columns, dtype=torch.float32, device=total.device)
-    return total * torch.tensor(1.0 / num_columns, dtype=torch.float32, device=total.device)
+        return total / _scalar(num_columns, total)
+    return total * _scalar(1.0 / num_columns, total)
+
+
+def _scalar(value: float, like: Tensor) -> Tensor:
+    """``value`` as a float32 tensor without dimensions, filled on the device: a copy from the host would wait for the GPU."""
+    return torch.full((), value, dtype=torch.float32, device=like.device)
 
 
 def _lane_sum(x: Tensor, *, lanes: int) -> Tensor:
