@@ -10,6 +10,7 @@ what makes a divergence *local*: the operation fed the other stack's tensors at 
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -114,7 +115,7 @@ def telling_points(region: str) -> tuple[str, ...]:
     return tuple(p.name for p in POINTS.values() if p.region == region and p.name not in RESIDUAL_ADDS)
 
 
-def layer_site(layer: int, point: str) -> str:
+def layer_site(layer: int | str, point: str) -> str:
     """Address of a layer's point: ``layer_site(3, "q_rope") == "layers.3.q_rope"``."""
     return f"layers.{layer}.{point}"
 
@@ -138,6 +139,7 @@ def region_of(site: str) -> str:
 # The all-reduce of a stack that cuts the model over ranks -> the point that it gives. Its own tensor is what it reads: the ranks'
 # partial products side by side, [T, ranks * W]. The other stack has no such point, so it has no end-to-end divergence.
 REDUCED = {"o_reduce": "o", "down_reduce": "down"}
+MOST_LAYERS = 1000  # of any model: a pattern that selects no site of so many selects none
 # Points that a plain pre-norm SwiGLU decoder on one device does not have.
 EXTRA_POINTS = (*REDUCED, "attn_norm", "geglu", "router", "expert_out", "mlp_norm")
 
@@ -218,21 +220,43 @@ def match_sites(patterns: Sequence[str], available: Sequence[str]) -> list[str]:
         return list(available)
     chosen: set[str] = set()
     for pattern in patterns:
-        escaped = pattern.replace("[", "[[]")
-        hits = {
-            s
-            for s in available
-            if fnmatch.fnmatchcase(s, escaped) or fnmatch.fnmatchcase(s.rsplit(".", 1)[-1], escaped)
-        }
+        hits = _selected(pattern, available)
         if not hits:
-            points = list(dict.fromkeys(s.rsplit(".", 1)[-1] for s in available))
-            raise UsageError(
-                f"site pattern {pattern!r} matches nothing",
-                detail=f"known sites: {', '.join(points)} (per layer as layers.N.<site>)",
-                hint="patterns are globs over addresses such as layers.0.q_rope, layers.*.attn or *_norm",
-            )
+            raise _selects_nothing(pattern, list(dict.fromkeys(s.rsplit(".", 1)[-1] for s in available)))
         chosen |= hits
     return [s for s in available if s in chosen]
+
+
+def check_patterns(patterns: Iterable[str]) -> None:
+    """UsageError for a glob that selects no site of any model; needs none, so it is asked before anything is loaded."""
+    for pattern in patterns:
+        if not _selected(pattern, list(POINTS)) and not _selected(pattern, sites_of([list(POINTS)] * MOST_LAYERS)):
+            raise _selects_nothing(pattern, list(POINTS))
+
+
+def _selected(pattern: str, available: Sequence[str]) -> set[str]:
+    """The sites of ``available`` that one pattern selects, by address or by point."""
+    escaped = pattern.replace("[", "[[]")
+    return {
+        s for s in available if fnmatch.fnmatchcase(s, escaped) or fnmatch.fnmatchcase(s.rsplit(".", 1)[-1], escaped)
+    }
+
+
+def _selects_nothing(pattern: str, points: Sequence[str]) -> UsageError:
+    """The error for a pattern that selects none of these points; its hint is the nearest site, where one is near."""
+    *before, last = pattern.split(".")
+    close = difflib.get_close_matches(last, points, n=1)
+    hint = "patterns are globs over addresses such as layers.0.q_rope, layers.*.attn or *_norm"
+    if close:
+        layers = [part for part in before if part.isdigit() or part == "*"]
+        in_a_layer = layers and close[0] in {p.name for p in LAYER_POINTS}
+        meant = layer_site(layers[0], close[0]) if in_a_layer else close[0]
+        hint = hint if meant == pattern else f"did you mean {meant}?"
+    return UsageError(
+        f"site pattern {pattern!r} matches nothing",
+        detail=f"known sites: {', '.join(points)} (per layer as layers.N.<site>)",
+        hint=hint,
+    )
 
 
 def check_regions(names: Iterable[str], *, known: Sequence[str] = ALIGNABLE_REGIONS) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rpadiag.errors import UsageError, unknown_name
-from rpadiag.sites import ALIGNABLE_REGIONS, check_regions
+from rpadiag.sites import ALIGNABLE_REGIONS, check_patterns, check_regions
 from rpadiag.workflows.sharding import check_shard
 
 DTYPES = ("bfloat16", "float16", "float32", "auto")
@@ -137,6 +137,7 @@ class StackOptions(ModelOptions):
         if self.extra and rollout != "vllm":
             raise UsageError("--engine-arg is an argument of vLLM", hint="leave it out, or use the real engine")
         check_shard(self.shard, tp=self.tp)
+        check_patterns(self.sites)
         check_regions(self.align)
         if self.contract is not None and not self.align:
             raise UsageError(
@@ -253,6 +254,7 @@ class BundlesOptions:
 
     def __post_init__(self) -> None:
         _check_device(self.device)
+        check_patterns(self.sites)
         if (self.trainer_fp32 is None) != (self.rollout_fp32 is None):
             given = "--trainer-fp32" if self.rollout_fp32 is None else "--rollout-fp32"
             raise UsageError(f"{given} alone is no control", hint="give both --trainer-fp32 and --rollout-fp32")

@@ -91,6 +91,10 @@ def test_usage_error_of_the_parser_leaves_with_two(
         (["--generate", "-1"], "--generate must be at least 0, not -1"),
         (["--emulate", "vllm-cpu"], "--emulate names what an emulated rollout follows"),
         (["--rollout", "emulated", "--mode", "compiled"], "--mode compiled needs the real engine"),
+        (
+            ["--sites", "q_rope", "--sites", "q_ropee"],
+            "site pattern 'q_ropee' matches nothing\nknown sites: input_norm, q, ",
+        ),
     ],
 )
 def test_value_that_means_nothing_is_refused_before_any_work(

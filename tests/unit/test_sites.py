@@ -13,6 +13,7 @@ from rpadiag.sites import (
     POINTS,
     REGIONS,
     all_sites,
+    check_patterns,
     check_regions,
     inputs_of,
     layer_site,
@@ -103,6 +104,31 @@ def test_patterns_select_by_address_or_point_in_execution_order(patterns: list[s
 def test_pattern_that_matches_nothing_is_an_error_even_beside_one_that_does(pattern: str) -> None:
     with pytest.raises(UsageError, match="matches nothing"):
         match_sites(["q", pattern], LLAMA)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["q_rope", "layers.99.q", "layers.1?.*", "*_norm", "*", "embed", "logprob", "expert_out", "down_reduce"]
+)
+def test_pattern_that_some_model_may_answer_passes_before_a_model_is_known(pattern: str) -> None:
+    check_patterns([pattern])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hint"),
+    [
+        ("q_ropee", "did you mean q_rope?"),
+        ("layers.0.q_ropes", "did you mean layers.0.q_rope?"),
+        ("model.layers.*.mlp.act", "did you mean layers.*.act?"),
+        ("input_layernorm", "did you mean input_norm?"),
+        ("layers.0.logits", "did you mean logits?"),
+        ("zzzz", "patterns are globs over addresses such as layers.0.q_rope"),
+        ("", "patterns are globs"),
+    ],
+)
+def test_pattern_that_no_model_answers_is_refused_before_one_is_known(pattern: str, hint: str) -> None:
+    with pytest.raises(UsageError, match="matches nothing") as refused:
+        check_patterns(["embed", pattern])
+    assert "known sites: input_norm, q, k, " in str(refused.value) and f"hint: {hint}" in str(refused.value)
 
 
 def test_regions_keep_their_order_and_lose_repeats() -> None:
