@@ -14,27 +14,37 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from arms import ARMS, BASELINE
-from collapse import SMOOTH, Collapse, collapse, smoothed
+from arms import ARMS, BASELINE, CONTROLS
+from collapse import SMOOTH, Collapse, collapse
 from table import read_table
 
 Row = dict[str, Any]
-Runs = dict[tuple[str, str, int], list[Row]]  # (model, arm, seed) -> rounds in order
+Runs = dict[tuple[str, str, int], list[Row]]  # (setting, arm, seed) -> rounds in order; see setting_of
+KNOWN = (*ARMS, *CONTROLS)
 
 # Okabe and Ito's colours, told apart by colour-blind readers; black is the page's own colour.
 COLOURS = {
     "bf16": "currentColor", "rope": "#e69f00", "fp32-output": "#0072b2", "engine": "#56b4e9", "fp32": "#009e73", "fp16": "#cc79a7",
-    "tis": "#d55e00",
+    "tis": "#d55e00", "fp8-cache": "#8c8c8c", "fp32-both": "#8c8c8c",
 }  # fmt: skip
-PANELS = (("reward", "reward", False), ("k3_kl", "k3 KL, nats", True), ("grad_norm", "gradient norm", True))
+PANELS = (
+    ("reward", "reward", False), ("k3_kl", "k3 KL, nats", True), ("systematic_sq", "systematic part, nats²", True),
+    ("grad_norm", "gradient norm", True),
+)  # fmt: skip
+SPARSE = ("systematic_sq",)  # measured every parts_every rounds, drawn as it is
 WIDTH, HEIGHT, LEFT, TOP, GAP = 250, 130, 58, 58, 32
 COST = ("seconds_generate", "seconds_sync", "seconds_train")
+
+
+def setting_of(row: Row) -> str:
+    """What the arms of a comparison share: model, vLLM's mode, learning rate."""
+    return f"{row['model']}, {row['engine']}, {row['learning_rate']:.0e}".replace("e-0", "e-")
 
 
 def runs_of(rows: Sequence[Row]) -> Runs:
     runs: Runs = {}
     for row in sorted(rows, key=lambda r: r["round"]):
-        runs.setdefault((row["model"], row["arm"], row["seed"]), []).append(row)
+        runs.setdefault((setting_of(row), row["arm"], row["seed"]), []).append(row)
     return runs
 
 
@@ -43,12 +53,12 @@ def collapse_of(rounds: Sequence[Row]) -> Collapse:
     return collapse([r["reward"] for r in rounds], finite)
 
 
-def cost_ratio(runs: Runs, model: str, arm: str) -> tuple[float, float, float] | None:
+def cost_ratio(runs: Runs, setting: str, arm: str) -> tuple[float, float, float] | None:
     """Median and quartiles, over rounds of the same seed and number, of seconds against the baseline's; the round that starts engines is left out."""
     ratios = []
     for (m, a, seed), rounds in runs.items():
-        base = runs.get((model, BASELINE, seed))
-        if (m, a) == (model, arm) and base is not None:
+        base = runs.get((setting, BASELINE, seed))
+        if (m, a) == (setting, arm) and base is not None:
             known = {r["round"]: sum(r[c] for c in COST) for r in base}
             ratios += [
                 sum(r[c] for c in COST) / known[r["round"]] for r in rounds if r["round"] in known and r["round"] > 0
@@ -60,30 +70,30 @@ def cost_ratio(runs: Runs, model: str, arm: str) -> tuple[float, float, float] |
 
 
 def markdown(runs: Runs) -> str:
-    """One row a model and arm: what the seeds came to."""
+    """One row a setting and arm: what the seeds came to."""
     lines = [
-        f"| model | arm | seeds | rounds | reward, last {SMOOTH} | best | collapsed | k3 KL, median | ESS, lowest | systematic, nats² | chaotic, nats² | cost of a round |",
+        f"| model, engine, learning rate | arm | seeds | rounds | reward, last {SMOOTH} | best | collapsed | k3 KL, median | ESS, lowest | systematic, nats², mean | chaotic, nats², median | cost of a round |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
-    for model in dict.fromkeys(m for m, _, _ in runs):
-        for arm in (a for a in ARMS if any((m, b) == (model, a) for m, b, _ in runs)):
-            lines.append(_line(runs, model, arm))
+    for setting in dict.fromkeys(s for s, _, _ in runs):
+        for arm in (a for a in KNOWN if any((s, b) == (setting, a) for s, b, _ in runs)):
+            lines.append(_line(runs, setting, arm))
     return "\n".join(lines) + "\n"
 
 
-def _line(runs: Runs, model: str, arm: str) -> str:
-    mine = {seed: rounds for (m, a, seed), rounds in runs.items() if (m, a) == (model, arm)}
+def _line(runs: Runs, setting: str, arm: str) -> str:
+    mine = {seed: rounds for (s, a, seed), rounds in runs.items() if (s, a) == (setting, arm)}
     found = {s: collapse_of(r) for s, r in mine.items()}
     every = [r for rounds in mine.values() for r in rounds]
     gone = {s: c for s, c in found.items() if c.round is not None}
     at = f" (round {', '.join(str(c.round) for c in gone.values())})" if gone else ""
     last = [statistics.fmean(r["reward"] for r in rounds[-SMOOTH:]) for rounds in mine.values()]
     best = [c.best for c in found.values() if math.isfinite(c.best)]
-    ratio = cost_ratio(runs, model, arm)
+    ratio = cost_ratio(runs, setting, arm)
     cells = [
-        model, arm, str(len(mine)), _range([len(r) for r in mine.values()]), _spread(last), _spread(best), f"{len(gone)} of {len(mine)}{at}",
+        setting, arm, str(len(mine)), _range([len(r) for r in mine.values()]), _spread(last), _spread(best), f"{len(gone)} of {len(mine)}{at}",
         _median(every, "k3_kl"), f"{min((r['ess'] for r in every if r['ess'] is not None), default=math.nan):.3f}",
-        _median(every, "systematic_sq"), _median(every, "chaotic_sq"),
+        _mean(every, "systematic_sq"), _median(every, "chaotic_sq"),
         "" if ratio is None else "1" if arm == BASELINE else f"{ratio[0]:.2f} ({ratio[1]:.2f} to {ratio[2]:.2f})",
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |"
@@ -92,6 +102,14 @@ def _line(runs: Runs, model: str, arm: str) -> str:
 def _median(rows: Sequence[Row], column: str) -> str:
     values = [r[column] for r in rows if r[column] is not None and math.isfinite(r[column])]
     return f"{statistics.median(values):.1e}" if values else ""
+
+
+def _mean(rows: Sequence[Row], column: str) -> str:
+    """With the standard error of the measurements' spread: an unbiased estimate may be negative, and its mean is what counts."""
+    values = [r[column] for r in rows if r[column] is not None and math.isfinite(r[column])]
+    if len(values) < 2:
+        return f"{values[0]:.1e}" if values else ""
+    return f"{statistics.fmean(values):.1e} ± {statistics.stdev(values) / math.sqrt(len(values)):.1e}"
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -155,12 +173,11 @@ class Axes:
 
 
 def curves(rounds: Sequence[Row], column: str) -> list[tuple[float, float]]:
-    """(round, mean over SMOOTH rounds), no point where one of them has no finite value; runs shorter than that as they are."""
+    """(round, mean over the last SMOOTH rounds or those that there are), no point where one of them has no finite value; SPARSE columns as they are."""
     values = [math.nan if r[column] is None else float(r[column]) for r in rounds]
-    short = len(values) < SMOOTH
-    means = values if short else smoothed(values)
-    numbers = [r["round"] for r in (rounds if short else rounds[SMOOTH - 1 :])]
-    return [(number, mean) for number, mean in zip(numbers, means, strict=True) if math.isfinite(mean)]
+    width = 1 if column in SPARSE else SMOOTH
+    means = [statistics.fmean(values[max(0, n - width + 1) : n + 1]) for n in range(len(values))]
+    return [(r["round"], mean) for r, mean in zip(rounds, means, strict=True) if math.isfinite(mean)]
 
 
 def median_of(lines: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
@@ -171,10 +188,11 @@ def median_of(lines: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[floa
 
 
 def svg(runs: Runs) -> str:
-    """Columns are models, rows are PANELS."""
-    models = list(dict.fromkeys(m for m, _, _ in runs))
-    arms = [a for a in ARMS if any(b == a for _, b, _ in runs)]
-    width = LEFT + len(models) * (WIDTH + GAP + LEFT) - LEFT + 10
+    """Columns are settings, rows are PANELS."""
+    settings = list(dict.fromkeys(s for s, _, _ in runs))
+    arms = [a for a in KNOWN if any(b == a for _, b, _ in runs)]
+    steps = [40 + 7 * len(arm) for arm in arms]  # of the legend
+    width = max(len(settings) * (WIDTH + GAP + LEFT) + 10, LEFT + sum(steps))
     height = TOP + len(PANELS) * (HEIGHT + GAP + 14)
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">',
@@ -183,15 +201,15 @@ def svg(runs: Runs) -> str:
         ".grid{stroke:currentColor;stroke-opacity:.15}@media(prefers-color-scheme:dark){svg{color:#e6edf3;background:#0d1117}}</style>",
     ]
     x = float(LEFT)
-    for arm in arms:
+    for arm, step in zip(arms, steps, strict=True):
         out.append(f'<line x1="{x}" x2="{x + 18}" y1="16" y2="16" stroke="{COLOURS[arm]}" stroke-width="2.5"/>')
         out.append(f'<text x="{x + 23}" y="20">{arm}</text>')
-        x += 40 + 7 * len(arm)
+        x += step
     for j, (column, label, log) in enumerate(PANELS):
-        for i, model in enumerate(models):
+        for i, setting in enumerate(settings):
             left, top = LEFT + i * (WIDTH + GAP + LEFT), TOP + j * (HEIGHT + GAP + 14)
-            mine = {k: r for k, r in runs.items() if k[0] == model}
-            out += _panel(mine, column, left, top, log=log, title=f"{model}: {label}" if j == 0 else label)
+            mine = {k: r for k, r in runs.items() if k[0] == setting}
+            out += _panel(mine, column, left, top, log=log, title=f"{setting}: {label}" if j == 0 else label)
     out.append(f'<text x="{LEFT + WIDTH / 2}" y="{height - 16}" text-anchor="middle">round</text></svg>')
     return "\n".join(out) + "\n"
 
@@ -204,13 +222,13 @@ def _panel(mine: Runs, column: str, left: float, top: float, *, log: bool, title
         low, high = 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high) + 1e-9)
     axes = Axes(left, top, max(r[-1]["round"] for r in mine.values()) + 1, low, high, log=log)
     out = axes.frame(title)
-    for arm in (a for a in ARMS if any(k[1] == a for k in lines)):
+    for arm in (a for a in KNOWN if any(k[1] == a for k in lines)):
         seeds = {k: line for k, line in lines.items() if k[1] == arm}
         if len(seeds) > 1:
             out += [axes.line(line, COLOURS[arm], 0.8, 0.45) for line in seeds.values()]
         out.append(axes.line(median_of(list(seeds.values())), COLOURS[arm], 2.0, 1.0))
-        for (model, _, seed), line in seeds.items():
-            found = collapse_of(mine[model, arm, seed])
+        for key, line in seeds.items():
+            found = collapse_of(mine[key])
             at = dict(line).get(found.round) if column == "reward" and found.round is not None else None
             if at is not None and math.isfinite(at):
                 out.append(

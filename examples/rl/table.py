@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 KEY = b"rpadiag_rl"
 
 # name -> (type, what it is with its unit)
@@ -24,6 +24,7 @@ COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "seed": (pa.int32(), "of data order and sampling"),
     "engine": (pa.string(), "mode of vLLM: eager or compiled"),
     "preset": (pa.string(), "regime"),
+    "learning_rate": (pa.float64(), "of AdamW, constant"),
     "round": (pa.int32(), "from 0; what is measured before its first update"),
     "updates": (pa.int32(), "optimizer steps made before this round"),
     "reward": (pa.float64(), "mean over the completions of the round: share of right answers"),

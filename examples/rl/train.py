@@ -120,7 +120,10 @@ def make_trainer(spec: Spec, out: Path, *, cache: Path | None = None) -> tuple[A
         device=device, mode=spec.engine, dtype=arm.engine_dtype, num_rows=regime.num_rows, kv_cache_mib=128 if device == "cpu" else 1024,
         kv_cache_dtype=arm.kv_cache_dtype,
     )  # fmt: skip
-    keys = {"model": spec.model, "arm": spec.arm, "seed": spec.seed, "engine": spec.engine, "preset": spec.preset}
+    keys = {
+        "model": spec.model, "arm": spec.arm, "seed": spec.seed, "engine": spec.engine, "preset": spec.preset,
+        "learning_rate": regime.learning_rate,
+    }  # fmt: skip
     if not torch.distributed.is_initialized():
         os.environ |= own_rendezvous()
     with seeded_engine(**arguments):

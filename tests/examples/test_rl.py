@@ -243,8 +243,19 @@ def row(arm: str, number: int, **values: Any) -> dict[str, Any]:
         "ess": 0.99,
         "seconds_generate": 1.0,
         "seconds_sync": 0.5,
+        "learning_rate": 5e-5,
+        **dict.fromkeys(("systematic_sq", "chaotic_sq")),
     }
-    return {"model": "qwen3-s", "arm": arm, "seed": 0, "round": number, "seconds_train": 0.5, **base, **values}
+    return {
+        "model": "qwen3-s",
+        "engine": "eager",
+        "arm": arm,
+        "seed": 0,
+        "round": number,
+        "seconds_train": 0.5,
+        **base,
+        **values,
+    }
 
 
 def written(path: Path) -> Path:
@@ -264,7 +275,7 @@ def test_table_of_steps_is_read_as_it_was_written_and_refuses_what_it_does_not_k
 
 def test_table_of_another_schema_is_refused(tmp_path: Path) -> None:
     table.write_table(tmp_path / "steps.parquet", [], {"schema_version": 0})
-    with pytest.raises(ValueError, match="schema version 0, expected 1"):
+    with pytest.raises(ValueError, match=f"schema version 0, expected {table.SCHEMA_VERSION}"):
         table.read_table(tmp_path / "steps.parquet")
 
 
@@ -285,9 +296,32 @@ def test_curve_and_median_have_no_point_where_a_round_has_no_value() -> None:
     width = collapse.SMOOTH
     rounds = [row("fp16", n, grad_norm=None if n == width else 2.0) for n in range(2 * width + 2)]
     line = figure.curves(rounds, "grad_norm")
-    assert line == [(width - 1, 2.0), (2 * width, 2.0), (2 * width + 1, 2.0)]
+    assert line == [(n, 2.0) for n in (*range(width), 2 * width, 2 * width + 1)]
     other = [(n, 4.0) for n in range(2 * width + 2)]
     assert figure.median_of([line, other]) == [(n, 3.0) for n, _ in line]
+
+
+def test_columns_measured_now_and_then_are_drawn_as_they_are() -> None:
+    rounds = [row("bf16", n, systematic_sq=1e-5 * n if n % 10 == 0 else None) for n in range(31)]
+    assert figure.curves(rounds, "systematic_sq") == [(n, 1e-5 * n) for n in (0, 10, 20, 30)]
+
+
+def test_learning_rates_and_modes_of_a_model_are_compared_apart(tmp_path: Path) -> None:
+    rows = [
+        row("bf16", n, learning_rate=rate, engine=mode)
+        for rate, mode in ((5e-5, "eager"), (1e-4, "eager"), (5e-5, "compiled"))
+        for n in range(12)
+    ]
+    table.write_table(tmp_path / "steps.parquet", rows, {})
+    runs = figure.runs_of(table.read_table(tmp_path / "steps.parquet")[0])
+    assert [key[0] for key in runs] == ["qwen3-s, eager, 5e-5", "qwen3-s, eager, 1e-4", "qwen3-s, compiled, 5e-5"]
+    assert all(len(r) == 12 for r in runs.values())
+    assert "qwen3-s, compiled, 5e-5: reward" in figure.svg(runs)
+
+
+def test_controls_are_drawn_beside_the_arms() -> None:
+    runs = figure.runs_of([row(arm, n) for arm in ("bf16", "fp8-cache") for n in range(12)])
+    assert figure.COLOURS["fp8-cache"] in figure.svg(runs) and "| fp8-cache |" in figure.markdown(runs)
 
 
 def test_every_column_has_a_description() -> None:
