@@ -6,14 +6,15 @@ command, and the trainer's weights are cut over all ranks.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rpadiag.errors import UsageError, from_plain, unknown_name
+from rpadiag.errors import EngineError, InputError, UsageError, from_plain, unknown_name
 from rpadiag.workflows.progress import SILENT
 
 if TYPE_CHECKING:
@@ -69,11 +70,14 @@ def under_ranks(
             f"torchrun started {launched()} processes, and this command does not divide prompts over them",
             hint="start one process, or cut the trainer over them with --shard fsdp or --shard tp",
         )
+    if options.shard == "prompts":
+        _check_divides(options.prompts)
     with joined(resolve_device(options.device), timeout_s=options.timeout_s) as ranks:
         _current.append(ranks)
         try:
             if options.shard == "prompts":
-                found = work(replace(options, device=ranks.device))
+                with beside_rank_0(ranks):
+                    found = work(replace(options, device=ranks.device))
                 return None if ranks.rank else found
             if ranks.rank:
                 from rpadiag.engines.sharded import follow
@@ -83,6 +87,37 @@ def under_ranks(
             return lead(ranks, lambda: work(options))
         finally:
             _current.clear()
+
+
+def _check_divides(prompts: Path) -> None:
+    """UsageError where there are more processes than prompts: asked of the file, on every rank, before anything is loaded."""
+    from rpadiag.prompts import check_prompt_file
+
+    num = check_prompt_file(prompts)
+    if num < launched():
+        raise UsageError(
+            f"{num} prompt{'s' if num > 1 else ''} cannot be divided over {launched()} processes",
+            hint=f"torchrun --nproc-per-node {num}",
+        )
+
+
+@contextlib.contextmanager
+def beside_rank_0(ranks: Ranks) -> Iterator[None]:
+    """What another rank meets when rank 0 has ended and taken its directory away, which the parts lie in, says so."""
+    try:
+        yield
+    except (InputError, FileNotFoundError) as error:
+        missing = error if isinstance(error, FileNotFoundError) else error.__cause__
+        if (
+            not ranks.rank
+            or not isinstance(missing, FileNotFoundError)
+            or PARTS not in Path(missing.filename or "").parts
+        ):
+            raise
+        raise EngineError(
+            f"rank {ranks.rank} lost rank 0, which has ended and taken the run away",
+            hint="rank 0's error names the cause",
+        ) from error
 
 
 def ranks_now() -> Ranks | None:
@@ -125,10 +160,6 @@ def begin_together(ranks: Ranks, begin: Callable[[], Answer]) -> Answer:
 def share_of(inputs: Inputs, ranks: Ranks) -> Inputs:
     """This rank's prompts: a run of neighbours, so that the parts in order are the prompts in order."""
     total = len(inputs.sequences)
-    if total < ranks.size:
-        raise UsageError(
-            f"{total} prompts cannot be divided over {ranks.size} processes", hint=f"torchrun --nproc-per-node {total}"
-        )
     start, stop = (total * n // ranks.size for n in (ranks.rank, ranks.rank + 1))
     return replace(inputs, prompts=inputs.prompts[start:stop], sequences=inputs.sequences[start:stop])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,9 +21,11 @@ from tiny import PROMPTS, make_checkpoint
 
 from rpadiag.cli.app import run as rpadiag
 from rpadiag.engines.bundle import open_bundle
-from rpadiag.errors import InputError
-from rpadiag.runs import open_run
+from rpadiag.engines.ranks import Ranks
+from rpadiag.errors import EngineError, InputError
+from rpadiag.runs import create_run, open_run
 from rpadiag.sites import split_site
+from rpadiag.workflows.sharding import beside_rank_0, path_of_part
 
 EMULATED = ("--rollout", "emulated", "--emulate", "vllm-eager", "--device", "cpu")
 IN_TURN = Path(__file__).with_name("commands_in_turn.py")
@@ -171,10 +174,25 @@ def test_prompts_divided_over_ranks_give_the_run_of_one_process(home: Path, whol
 
 def test_more_processes_than_prompts_end_with_one_clear_message(home: Path, done: dict[str, Done]) -> None:
     one = done["one prompt"]
-    assert 0 not in one.codes
-    assert "1 prompts cannot be divided over 2 processes" in one.err[0]
-    with pytest.raises(InputError):
-        open_run(home / "one")
+    assert one.codes == [2, 2]
+    assert one.err[0] == one.err[1] and one.err[0].startswith("error: 1 prompt cannot be divided over 2 processes\n")
+    assert not (home / "one").exists()
+
+
+def test_rank_whose_directory_rank_0_took_away_says_so_and_any_other_error_is_its_own(tmp_path: Path) -> None:
+    ranks = [Ranks(rank=n, size=2, device="cpu", commands=None) for n in (0, 1)]
+    part = path_of_part(tmp_path / "run", 1)
+    with create_run(part, command="compare", options={}) as run:
+        shutil.rmtree(tmp_path / "run")
+        with pytest.raises(EngineError, match="rank 1 lost rank 0, which has ended"), beside_rank_0(ranks[1]):
+            run.set_effective(device="cpu")
+        with pytest.raises(EngineError, match="rank 1 lost rank 0"), beside_rank_0(ranks[1]):
+            (part / "scratch").mkdir()
+        with pytest.raises(InputError, match="cannot write run"), beside_rank_0(ranks[0]):
+            run.set_effective(device="cpu")
+        with pytest.raises(FileNotFoundError), beside_rank_0(ranks[1]):
+            (tmp_path / "other" / "file").read_text()
+        part.mkdir(parents=True)
 
 
 def test_heads_that_do_not_divide_are_refused_on_every_rank(done: dict[str, Done]) -> None:
