@@ -107,12 +107,9 @@ def beside_rank_0(ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except (InputError, FileNotFoundError) as error:
-        missing = error if isinstance(error, FileNotFoundError) else error.__cause__
-        if (
-            not ranks.rank
-            or not isinstance(missing, FileNotFoundError)
-            or PARTS not in Path(missing.filename or "").parts
-        ):
+        missing = error.__cause__ if isinstance(error, InputError) else error
+        part = isinstance(missing, FileNotFoundError) and f"scratch/{PARTS}/rank-" in str(missing.filename)
+        if not ranks.rank or not part:
             raise
         raise EngineError(
             f"rank {ranks.rank} lost rank 0, which has ended and taken the run away",
