@@ -4,9 +4,10 @@ Nothing else in rpadiag knows the names of the files in it. ``docs/run-format.md
 :mod:`rpadiag.runs.schema`.
 """
 
+from rpadiag.runs.claim import create_run
 from rpadiag.runs.manifest import token_digest, weights_digest
 from rpadiag.runs.reader import Run, check_same_inputs, open_run
-from rpadiag.runs.writer import RunWriter, create_run
+from rpadiag.runs.writer import RunWriter
 
 __all__ = [
     "Run",

@@ -20,9 +20,10 @@ from typing import IO, Any, Self
 
 from rpadiag.errors import InputError, NotComparableError
 from rpadiag.runs import manifest as facts
+from rpadiag.runs.claim import create_run
 from rpadiag.runs.reader import status_of
 from rpadiag.runs.schema import FORMAT_VERSION, table_named
-from rpadiag.runs.writer import JOURNAL, MANIFEST, SCRATCH, RunWriter, create_run, disk_error, write_atomically
+from rpadiag.runs.writer import JOURNAL, MANIFEST, SCRATCH, RunWriter, disk_error, write_atomically
 
 IDENTITY = "identity.json"
 LOCK = "lock"

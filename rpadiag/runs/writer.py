@@ -13,7 +13,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self
@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Any, Self
 from rpadiag.errors import InputError, RpadiagError
 from rpadiag.findings import Finding, Verdict
 from rpadiag.runs import manifest as facts
-from rpadiag.runs.schema import FORMAT_NAME, FORMAT_VERSION, Table, table_named
+from rpadiag.runs.schema import Table, table_named
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -63,7 +63,8 @@ def _disk_full(error: BaseException) -> OSError | None:
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
+    """An OSError in the block becomes the error of :func:`disk_error`."""
     try:
         yield
     except OSError as error:
@@ -196,7 +197,8 @@ class RunWriter:
     """The open run. Use as a context manager: leaving it writes the final status.
 
     Leaving normally gives ``complete``; KeyboardInterrupt gives ``interrupted``, any other exception ``failed`` with
-    its type and message, and in both cases the tables are dropped. A process that is killed leaves ``started``.
+    its type and message, and in both cases the tables are dropped. An RpadiagError before there was any result gives the
+    directory back instead, by ``give_back``. A process that is killed leaves ``started``.
     Wrong column names, types or nulls raise ValueError: they are mistakes of the caller, not of the user.
     """
 
@@ -213,6 +215,7 @@ class RunWriter:
         self._tokens = hashlib.blake2b(digest_size=16)  # over "prompt digest" lines, in the order they were added
         self._given: set[str] = set()
         self._closed = False
+        self.give_back: Callable[[], bool] | None = None  # set by create_run; says whether the directory is free again
         self.parts: list[Path] = []  # complete runs whose tables this one takes over
 
     # -- what the run holds ----------------------------------------------------------------------
@@ -251,7 +254,7 @@ class RunWriter:
         if self._closed:
             raise ValueError(f"run {self.path} is closed")
         writer = self._tables.setdefault(name, _TableWriter(self.path, table_named(name)))
-        with _writing(self.path):
+        with writing(self.path):
             writer.add(rows)
 
     def set_manifest(self, **values: Any) -> None:
@@ -261,12 +264,12 @@ class RunWriter:
             raise ValueError(f"manifest entries set by the writer alone: {', '.join(sorted(reserved))}")
         self._manifest.update(facts.strict_json(values))
         self._given |= set(values)
-        self._write_manifest()
+        self.write_manifest()
 
     def set_effective(self, **values: Any) -> None:
         """Options as they turned out where the user left the choice open: ``device``, ``dtype``, ``contract``."""
         self._manifest["options"]["effective"].update(facts.strict_json(values))
-        self._write_manifest()
+        self.write_manifest()
 
     def set_weights(self, stack: str, tensors: Mapping[str, str]) -> None:
         """Record the digest of every mapped tensor that ``stack`` (``trainer`` or ``rollout``) runs with."""
@@ -287,7 +290,7 @@ class RunWriter:
     def scratch_dir(self) -> Path:
         """A directory inside the run for bundles and the like; gone when the run is closed, however it ends."""
         scratch = self.path / SCRATCH
-        with _writing(self.path):
+        with writing(self.path):
             scratch.mkdir(exist_ok=True)
         return scratch
 
@@ -314,7 +317,7 @@ class RunWriter:
     def _complete(self) -> None:
         from rpadiag.runs.parts import joined_tables
 
-        with _writing(self.path):
+        with writing(self.path):
             for writer in self._tables.values():
                 writer.close()
             num_rows = joined_tables(self.path, {n: w.num_rows for n, w in self._tables.items()}, self.parts)
@@ -339,6 +342,13 @@ class RunWriter:
         for leftover in (*self.path.glob("*.part"), self.path / METRICS, self.path / FINDINGS, self.path / WEIGHTS):
             with contextlib.suppress(OSError):
                 leftover.unlink(missing_ok=True)
+        refused = isinstance(error, RpadiagError) and not isinstance(
+            error.__cause__, OSError
+        )  # a disk may have room again
+        results = self._metrics or self._findings or set(self._tables) - {"prompts"}
+        if refused and not results and self.give_back is not None and self.give_back():
+            self._closed = True
+            return
         # the sentence alone: an engine's detail is the end of its log, with paths of the machine
         self._manifest["error"] = {"type": type(error).__name__, "message": getattr(error, "message", str(error))}
         with contextlib.suppress(InputError):
@@ -349,52 +359,9 @@ class RunWriter:
         late = facts.strict_json(facts.environment_facts())  # again: libraries have been imported since the start
         self._manifest.update({k: v for k, v in late.items() if k not in self._given})
         self._manifest.update(status=status, ended_utc=facts.now_utc(), wall_s=round(time.monotonic() - self._began, 3))
-        self._write_manifest()
+        self.write_manifest()
 
-    def _write_manifest(self) -> None:
-        with _writing(self.path):
+    def write_manifest(self) -> None:
+        """Write the manifest as it is by now."""
+        with writing(self.path):
             write_atomically(self.path / MANIFEST, facts.dump_json(self._manifest))
-
-
-def create_run(
-    path: str | Path, *, command: str, options: Mapping[str, Any], given: Mapping[str, Any] | None = None
-) -> RunWriter:
-    """Claim the directory ``path`` and write its manifest with status ``started``.
-
-    command: the rpadiag command. options: every option with the value in force. given: those that the user
-    set. Raises InputError when the directory exists and is not empty, or cannot be written.
-    """
-    where = Path(path)
-    with _writing(where):
-        if where.exists() and not where.is_dir():
-            raise InputError(f"run {where} is a file", hint="name a directory with --run")
-        where.mkdir(parents=True, exist_ok=True)
-        if any(where.iterdir()):
-            raise _occupied(where)
-        try:
-            (where / MANIFEST).open("x").close()  # two processes cannot both pass here
-        except FileExistsError:
-            raise _occupied(where) from None
-    manifest: dict[str, Any] = {
-        "format": FORMAT_NAME,
-        "format_version": FORMAT_VERSION,
-        "status": "started",
-        "command": command,
-        "options": {"given": facts.strict_json(given or {}), "effective": facts.strict_json(options)},
-        "started_utc": facts.now_utc(),
-        "git": facts.git_state(),
-        **facts.strict_json(facts.environment_facts()),
-    }
-    writer = RunWriter(where, manifest)
-    writer._write_manifest()
-    return writer
-
-
-def _occupied(path: Path) -> InputError:
-    from rpadiag.runs.reader import status_of
-
-    status = status_of(path)
-    what = f"it holds a run with status {status}" if status else "it is not empty"
-    return InputError(
-        f"run directory {path} exists", detail=what, hint="name another directory with --run, or remove this one"
-    )

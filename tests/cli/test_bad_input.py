@@ -27,19 +27,15 @@ def prompts(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
-    """Run a comparison that must be refused; what it says. ``before_the_run``: no run directory may be left."""
+    """Run a comparison that must be refused; what it says. No run directory may be left."""
 
-    def check(model: Path | str, prompts: Path, *arguments: str, before_the_run: bool = True) -> str:
+    def check(model: Path | str, prompts: Path, *arguments: str) -> str:
         where = tmp_path / "run"
         given = [str(model), str(prompts), "--run", str(where), "--rollout", "emulated", "--control", "none"]
         assert run(["compare", *given, *arguments]) == 2
         said = capsys.readouterr().err
         assert "error: " in said and "Traceback" not in said
-        if before_the_run:
-            assert not where.exists()
-        else:
-            assert json.loads((where / "manifest.json").read_text(encoding="utf-8"))["status"] == "failed"
-            assert not list(where.glob("*.parquet*"))
+        assert not where.exists()
         return said.partition("error: ")[2]
 
     return check
@@ -92,7 +88,7 @@ def test_code_of_a_checkpoint_is_not_run_unless_asked_for(
     broken: Callable[..., Path], prompts: Path, refused: Refused
 ) -> None:
     code = {"AutoConfig": "configuration_x.X", "AutoModelForCausalLM": "modeling_x.X"}
-    said = refused(broken(auto_map=code, model_type="xyz"), prompts, before_the_run=False)
+    said = refused(broken(auto_map=code, model_type="xyz"), prompts)
     assert "--trust-remote-code" in said.partition("hint:")[2]
 
 
@@ -103,7 +99,7 @@ def test_weights_that_are_not_finite_are_named(
         tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
 
     model = planted_copy(tiny("llama"), tmp_path / "model", tensors=poison)
-    said = refused(model, prompts, before_the_run=False)
+    said = refused(model, prompts)
     assert said.startswith("weight model.layers.1.mlp.up_proj.weight has 1 values that are not finite")
 
 
@@ -142,7 +138,7 @@ def test_tokens_that_the_model_does_not_take_are_refused(
 ) -> None:
     file = tmp_path / "p.jsonl"
     file.write_text(json.dumps({"token_ids": ids}) + "\n", encoding="utf-8")
-    assert said in refused(tiny("llama"), file, *arguments, before_the_run=False)
+    assert said in refused(tiny("llama"), file, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +175,7 @@ def test_fingerprint_of_no_region_is_refused(tmp_path: Path, capsys: pytest.Capt
 def test_device_that_is_not_there_is_refused_with_what_to_do(
     tiny: Callable[[str], Path], prompts: Path, refused: Refused
 ) -> None:
-    said = refused(tiny("llama"), prompts, "--device", "cuda:63", before_the_run=False)
+    said = refused(tiny("llama"), prompts, "--device", "cuda:63")
     assert "the trainer cannot use device 'cuda:63'" in said and "rpadiag doctor" in said
 
 

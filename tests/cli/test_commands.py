@@ -104,6 +104,20 @@ def test_unknown_site_is_refused_with_the_known_ones(
     assert "site pattern 'q_ropes' matches nothing" in problem and "q_rope, k_rope" in problem
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_a_run_refused_once_the_model_is_known_leaves_the_directory_as_it_was_for_the_right_command(
+    there: bool, tiny: Callable[[str], Path], prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = tmp_path / "run"
+    if there:
+        where.mkdir()
+    arguments = ["compare", str(tiny("llama")), str(prompts), "--run", str(where), "--rollout", "emulated"]
+    assert run([*arguments, "--control", "none", "--sites", "layers.99.q"]) == 2
+    assert "site pattern 'layers.99.q' matches nothing" in capsys.readouterr().err
+    assert where.exists() == there and not list(where.glob("*"))
+    assert run([*arguments, "--control", "none", "--sites", "q"]) == 0
+
+
 def test_half_a_model_is_refused(
     tiny: Callable[[str], Path], prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

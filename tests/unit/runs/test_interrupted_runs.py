@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from run_parts import start, status, token_columns
 
-from rpadiag.errors import InputError
-from rpadiag.runs import Run, open_run
+from rpadiag.errors import InputError, UsageError
+from rpadiag.runs import Run, RunWriter, open_run
 from rpadiag.runs.writer import ROWS_PER_GROUP
 
 MakeRun = Callable[..., Run]
@@ -40,6 +40,35 @@ def test_an_exception_leaves_status_failed_with_its_reason_and_no_tables(tmp_pat
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["manifest.json"]
     with pytest.raises(InputError, match=r"status is failed\nended .* with ZeroDivisionError: by nothing"):
         open_run(tmp_path / "run")
+
+
+def refused(where: Path, work: Callable[[RunWriter], object]) -> None:
+    """A run that does ``work`` and is refused then."""
+
+    def command() -> None:
+        with start(where) as run:
+            work(run)
+            raise UsageError("no such thing")
+
+    with pytest.raises(UsageError, match="no such thing"):
+        command()
+
+
+def test_a_refusal_before_any_result_leaves_the_directory_as_it_was(tmp_path: Path) -> None:
+    refused(tmp_path / "new" / "run", lambda run: run.scratch_dir())
+    assert not (tmp_path / "new" / "run").exists()
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", lambda run: run.set_effective(device="cpu"))
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_a_refusal_after_a_result_or_beside_a_file_that_appeared_leaves_status_failed(tmp_path: Path) -> None:
+    refused(tmp_path / "rows", lambda run: run.add_tokens(token_columns(3)))
+    refused(tmp_path / "metrics", lambda run: run.set_metrics({"floors": []}))
+    refused(tmp_path / "notes", lambda run: (run.path / "notes.txt").write_text("keep me"))
+    for name in ("rows", "metrics", "notes"):
+        assert status(tmp_path / name) == "failed"
+    assert (tmp_path / "notes" / "notes.txt").read_text() == "keep me"
 
 
 def test_ctrl_c_leaves_status_interrupted(tmp_path: Path) -> None:

@@ -114,6 +114,22 @@ def test_another_question_is_refused_with_both_sides_and_the_forwards_stay(
     assert start(where, 0, resume=True) == [0, 1]
 
 
+def test_a_refusal_before_the_first_forward_leaves_nothing_and_one_after_it_the_forward(tmp_path: Path) -> None:
+    def refused(where: Path, num_forwards: int) -> None:
+        with journaled_run(where, command="bisect", options={}) as (_, journal):
+            journal.bind(IDENTITY)
+            for n in range(num_forwards):
+                journal.append(row(n))
+            raise InputError("no such region")
+
+    for name, num_forwards in (("none", 0), ("one", 1)):
+        with pytest.raises(InputError, match="no such region"):
+            refused(tmp_path / name, num_forwards)
+    assert not (tmp_path / "none").exists()
+    assert status_of(tmp_path / "one") == "failed"
+    assert start(tmp_path / "one", 0, resume=True) == [0]
+
+
 def test_nothing_to_resume_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="nothing to resume"):
         with journaled_run(tmp_path / "run", command="bisect", options={}, resume=True):
