@@ -6,11 +6,12 @@ by the reports, none of which may compute anything of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 VERDICTS = ("identical", "rounding only", "different computation", "not comparable", "attributed", "inconclusive")
+NUM_FINDINGS = 3  # that a page and a demonstration begin with
 SEVERITIES = ("info", "notice", "warning", "error")
 
 
@@ -24,7 +25,7 @@ class Finding:
     text:     one plain sentence, numbers with units and n.
     region, site: what it is about, where that is one thing.
     numbers:  the figures in the sentence, by name with units in the name.
-    rank:     order of importance; 0 is first.
+    rank:     order of importance among findings of the same severity; 0 is first.
     """
 
     code: str
@@ -37,6 +38,27 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "numbers": dict(self.numbers)}
+
+
+def most_important_first(findings: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Findings as in ``findings.json``, by severity and then by rank; equal ones keep their order."""
+    order = {name: -place for place, name in enumerate(SEVERITIES)}
+    return [dict(f) for f in sorted(findings, key=lambda f: (order.get(f.get("severity"), 0), f.get("rank", 100)))]
+
+
+def one_of_each_kind(findings: Iterable[Mapping[str, Any]], *, answer: str) -> list[dict[str, Any]]:
+    """Of the findings of a comparison and a bisection together the most important of each code, most important first.
+
+    A region that was not found responsible is no finding to show first: it says what is not known. Those that were are one
+    finding, the bisection's ``answer``, which names all of them.
+    """
+    kinds: dict[str, dict[str, Any]] = {}
+    for finding in most_important_first(findings):
+        if (finding["code"], finding["severity"]) != ("systematic-region", "info"):
+            kinds.setdefault(finding["code"], finding)
+    if (region := kinds.get("systematic-region")) is not None:
+        kinds["systematic-region"] = {**region, "text": answer, "region": None}
+    return list(kinds.values())
 
 
 @dataclass(frozen=True, kw_only=True)

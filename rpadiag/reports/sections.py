@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rpadiag.findings import Judgement
+from rpadiag.findings import NUM_FINDINGS, Judgement, most_important_first, one_of_each_kind
 from rpadiag.reports import blocks, blocks_attribution, blocks_contracts, blocks_gates, records, sequences
 from rpadiag.reports.reading import read_histograms, read_sites, read_tokens
 from rpadiag.reports.view import Block, Section, Statement, Tile, count, is_missing, number, percent, plural, spoken
 from rpadiag.runs import Run
-
-NUM_FINDINGS = 3
 
 
 def build(runs: Sequence[Run], key: str) -> Section:
@@ -73,11 +71,18 @@ def _subtitle(runs: Sequence[Run]) -> str:
 
 
 def _findings(runs: Sequence[Run], verdict: Mapping[str, Any] | None) -> tuple[list[Statement], list[Statement]]:
-    """Findings of all runs by rank, the first few apart. The verdict's sentence is not repeated."""
+    """Findings of all runs, the first few apart. The verdict's sentence is not repeated.
+
+    Of a comparison beside a bisection those come first that each say another thing.
+    """
     seen: set[str] = {str(verdict["sentence"])} if verdict else set()
-    ranked = sorted((f for r in runs for f in r.findings), key=lambda f: f.get("rank", 100))
+    ranked = most_important_first(f for r in runs for f in r.findings)
+    first: list[dict[str, Any]] = []
+    if len(runs) > 1:
+        answer = next((str(r.verdict["sentence"]) for r in runs if r.has("attribution") and r.verdict), "")
+        first = one_of_each_kind(ranked, answer=answer)[:NUM_FINDINGS]
     statements = []
-    for f in ranked:
+    for f in (*first, *ranked):
         if f["text"] not in seen:
             seen.add(f["text"])
             statements.append(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rpadiag.errors import InputError, NotComparableError
+from rpadiag.findings import most_important_first
 from rpadiag.runs import shapes
 from rpadiag.runs.manifest import differing_tensors, token_digest
 from rpadiag.runs.schema import FORMAT_NAME, FORMAT_VERSION, Table, table_named
@@ -73,7 +74,8 @@ class Run:
     @property
     def findings(self) -> list[dict[str, Any]]:
         """Findings, most important first."""
-        return list(_load_object(self.path / FINDINGS, "verdict", "findings", shape=shapes.FINDINGS)["findings"])
+        found = _load_object(self.path / FINDINGS, "verdict", "findings", shape=shapes.FINDINGS)["findings"]
+        return most_important_first(found)
 
     @property
     def metrics(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self
 
 from rpadiag.errors import InputError, RpadiagError
-from rpadiag.findings import Finding, Verdict
+from rpadiag.findings import Finding, Verdict, most_important_first
 from rpadiag.runs import manifest as facts
 from rpadiag.runs.schema import Table, table_named
 
@@ -324,8 +324,8 @@ class RunWriter:
             if self._weights:
                 write_atomically(self.path / WEIGHTS, facts.dump_json(self._weights))
             write_atomically(self.path / METRICS, facts.dump_json(self._metrics))
-            ranked = sorted(self._findings, key=lambda f: f["rank"])
-            write_atomically(self.path / FINDINGS, facts.dump_json({"verdict": self._verdict, "findings": ranked}))
+            ordered = most_important_first(self._findings)
+            write_atomically(self.path / FINDINGS, facts.dump_json({"verdict": self._verdict, "findings": ordered}))
             shutil.rmtree(self.path / SCRATCH, ignore_errors=True)
             _sync_directory(self.path)
         self._manifest["tables"] = num_rows

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from rpadiag.errors import InputError
+from rpadiag.findings import NUM_FINDINGS, one_of_each_kind
 from rpadiag.workflows.options import BisectOptions, CompareOptions
 from rpadiag.workflows.progress import SILENT, Progress
 
-NUM_FINDINGS = 3
 # Minutes on two CPU cores, and error bars that separate the strongest regions; a closer answer wants some thousand tokens.
 MAX_TOKENS = 24
 NUM_GENERATED = 4
@@ -34,7 +34,7 @@ class DemoOptions:
 @dataclass(frozen=True, kw_only=True)
 class Demonstration:
     """A finished demo. sentence, answer: the verdicts of the comparison and of the bisection. findings: the most important
-    ones of both runs, as in ``findings.json``."""
+    ones of both runs, as in ``findings.json``; the page begins with the same."""
 
     compare_run: Path
     bisect_run: Path
@@ -89,7 +89,7 @@ def run_demo(options: DemoOptions, progress: Progress = SILENT) -> Demonstration
         html=html,
         sentence=sentence,
         answer=answer,
-        findings=most_important(compared.findings, bisected.findings, answer=answer),
+        findings=one_of_each_kind((*compared.findings, *bisected.findings), answer=answer)[:NUM_FINDINGS],
     )
 
 
@@ -119,20 +119,3 @@ def _next_directory(parent: Path) -> Path:
             ) from error
         return home
     raise InputError(f"{parent} already holds 999 demonstrations", hint="remove some, or choose another --into")
-
-
-def most_important(
-    compared: Sequence[dict[str, Any]], bisected: Sequence[dict[str, Any]], num: int = NUM_FINDINGS, *, answer: str
-) -> list[dict[str, Any]]:
-    """The best-ranked finding of each kind over both runs: errors first, a comparison's first where ranks are equal.
-
-    A region that was not found responsible is no finding to show first: it says what is not known. Those that were are one
-    finding, the bisection's ``answer``, which names all of them.
-    """
-    kinds: dict[str, dict[str, Any]] = {}
-    told = [f for f in (*compared, *bisected) if not (f["code"] == "systematic-region" and f["severity"] == "info")]
-    for finding in sorted(told, key=lambda f: (f["severity"] != "error", f["rank"])):
-        kinds.setdefault(finding["code"], finding)
-    if (region := kinds.get("systematic-region")) is not None:
-        kinds["systematic-region"] = {**region, "text": answer, "region": None}
-    return list(kinds.values())[:num]

@@ -15,8 +15,11 @@ from unit.reports.written_runs import write_bisect, write_compare
 
 from rpadiag.cli.app import run as main
 from rpadiag.errors import InputError, NotComparableError, UsageError
+from rpadiag.findings import NUM_FINDINGS, SEVERITIES, one_of_each_kind
 from rpadiag.reports.html import script_json, write_report
-from rpadiag.runs import create_run
+from rpadiag.reports.sections import headline
+from rpadiag.reports.view import spoken
+from rpadiag.runs import create_run, open_run
 
 HOSTILE = '</script><script>alert("prompt")</script> & <img src=x onerror=alert(1)>'
 
@@ -99,6 +102,19 @@ def test_comparison_and_bisection_share_one_section(page: str) -> None:
     assert page.count('<article class="section"') == 1
     for block in ("sites", "attribution", "logprobs", "worst", "floors", "control", "metrics", "prompts", "record"):
         assert f'id="s0-{block}"' in page
+
+
+def test_page_of_both_begins_with_the_findings_that_a_demonstration_prints_the_gravest_first(
+    compare: Path, bisect: Path
+) -> None:
+    runs = [open_run(compare), open_run(bisect)]
+    found = [f for run in runs for f in run.findings]
+    assert runs[1].verdict is not None
+    printed = one_of_each_kind(found, answer=runs[1].verdict["sentence"])[:NUM_FINDINGS]
+    section = headline(runs)
+    assert [s.text for s in section.findings] == [spoken(f["text"]) for f in printed]
+    order = [SEVERITIES.index(s.severity) for s in section.further]
+    assert order == sorted(order, reverse=True) and len(order) > 3
 
 
 def test_command_to_repeat_each_run_is_on_the_page(page: str) -> None:
