@@ -43,7 +43,7 @@ class Finding:
 def most_important_first(findings: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Findings as in ``findings.json``, by severity and then by rank; equal ones keep their order."""
     order = {name: -place for place, name in enumerate(SEVERITIES)}
-    return [dict(f) for f in sorted(findings, key=lambda f: (order.get(f.get("severity"), 0), f.get("rank", 100)))]
+    return [dict(f) for f in sorted(findings, key=lambda f: (order.get(str(f.get("severity")), 0), f.get("rank", 100)))]
 
 
 def one_of_each_kind(findings: Iterable[Mapping[str, Any]], *, answer: str) -> list[dict[str, Any]]:

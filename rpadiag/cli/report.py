@@ -104,17 +104,17 @@ def _check(files: list[Path], *, html: Path | None, history: list[Path] | None) 
 
 def _show_one(path: Path, output_format: str) -> None:
     """One run: its verdict, findings and numbers."""
-    from rpadiag.cli import bisect, bisect_table, compare
+    from rpadiag.cli import bisect, bisect_table, compare, rollouts
     from rpadiag.runs import open_run
 
     run = open_run(path)
-    bisected = run.has("attribution")
-    if output_format == "json":
-        print_json({**compare.answer(run), **(bisect.tables(run) if bisected else {})})
-    elif bisected:
-        bisect_table.show(run)
+    if run.manifest.get("command") == "rollouts":
+        found = rollouts.answer(run)
+        print_json(found) if output_format == "json" else rollouts.show(found)
+    elif run.has("attribution"):
+        print_json({**compare.answer(run), **bisect.tables(run)}) if output_format == "json" else bisect_table.show(run)
     else:
-        compare.show(run)
+        print_json(compare.answer(run)) if output_format == "json" else compare.show(run)
 
 
 def _show_beside(runs: list[Path], changes: Sequence[Changes], output_format: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,11 +13,12 @@ from rpadiag.cli import options as shared
 from rpadiag.cli.bars import progress_on_stderr
 from rpadiag.cli.output import hint, number, print_findings, print_json, print_table, say
 from rpadiag.errors import EXIT_UNANSWERABLE, UsageError
+from rpadiag.findings import most_important_first
 from rpadiag.rollouts.schemas import BY_NAME
 from rpadiag.workflows.options import ScoringOptions
 
 if TYPE_CHECKING:
-    from rpadiag.workflows.rollouts import RolloutsResult
+    from rpadiag.runs.reader import Run
 
 SCHEMAS = "|".join(BY_NAME)
 METRICS = (
@@ -108,7 +110,7 @@ def rollouts(
     if output_format == "json":
         print_json(result.to_dict())
     else:
-        _show(result)
+        show(result.to_dict())
     if run is not None:
         hint(f"rpadiag report {run} --html {run}.html")
     if result.verdict is not None and result.verdict.kind in ("not comparable", "inconclusive"):
@@ -125,22 +127,41 @@ def _check_no_scoring(given: dict[str, Any]) -> None:
             )
 
 
-def _show(result: RolloutsResult) -> None:
-    said = result.verdict.sentence if result.verdict is not None else ""
+def answer(run: Run) -> dict[str, Any]:
+    """What a run of recorded rollouts holds, as the command itself answers."""
+    counts = run.metrics.get("rollouts") or {}
+    return {
+        "run": str(run.path),
+        "schema": (run.manifest.get("rollouts") or {}).get("schema"),
+        "num_sequences": counts.get("num_sequences"),
+        "faults": counts.get("faults") or [],
+        "verdict": run.verdict,
+        "findings": run.findings,
+        "metrics": (run.metrics.get("logprob") or {}).get("all") or {},
+    }
+
+
+def show(found: Mapping[str, Any]) -> None:
+    """An answer for a person: verdict, findings, numbers, the sequences furthest apart."""
+    said = found["verdict"]["sentence"] if found["verdict"] is not None else ""
     if said:
         say(said, style="bold")
         say()
-    print_findings([f.to_dict() for f in result.findings if not said.endswith(f.text)])
-    if result.metrics:
-        rows = [(text, number(result.metrics[name])) for name, text in METRICS]
+    print_findings(most_important_first(f for f in found["findings"] if not said.endswith(f["text"])))
+    metrics = found["metrics"]
+    if metrics:
+        rows = [(text, number(metrics.get(name))) for name, text in METRICS]
         print_table("Log-probabilities: d = trainer - rollout", ("", "all tokens"), rows)
         print_table(
             "Sequences furthest apart",
             ("sequence", "tokens", "mean |d|", "max |d|", "k3_kl"),
-            [_sequence(row) for row in result.metrics["worst_sequences"]],
+            [_sequence(row) for row in metrics.get("worst_sequences") or ()],
         )
     say()
-    say(f"{result.num_sequences} sequences of schema {result.schema}" + (f"; run: {result.run}" if result.run else ""))
+    say(
+        f"{number(found['num_sequences'])} sequences of schema {found['schema']}"
+        + (f"; run: {found['run']}" if found["run"] else "")
+    )
 
 
 def _sequence(row: dict[str, Any]) -> tuple[str, ...]:

@@ -45,6 +45,22 @@ def test_run_is_reported_and_gated(recorded: Path, tmp_path: Path, capsys: pytes
     assert "Recorded rollouts: trl" in page.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("output_format", ["table", "json"])
+def test_report_of_the_run_alone_prints_what_the_command_printed(
+    shift: int, output_format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded = record(num_sequences=12, num_tokens=40)
+    recorded.q = [np.roll(q, shift) for q in recorded.q]
+    path, run = write(tmp_path / "r.jsonl", rows(recorded, "trl")), tmp_path / "run"
+    assert rpadiag(["rollouts", str(path), "--run", str(run), "--format", output_format]) == (2 if shift else 0)
+    printed = capsys.readouterr().out
+    assert rpadiag(["report", str(run), "--format", output_format]) == 0
+    again = capsys.readouterr().out
+    assert again == printed if output_format == "table" else json.loads(again) == json.loads(printed)
+    assert ("effective sample size" in printed or "worst_sequences" in printed) != bool(shift)
+
+
 def test_data_at_fault_leave_with_2_and_no_metric(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shifted = record(num_sequences=12, num_tokens=40)
     shifted.q = [np.roll(q, 1) for q in shifted.q]
