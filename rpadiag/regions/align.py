@@ -21,6 +21,7 @@ from torch import nn
 from rpadiag.contracts import Contract, QkRopeContract, RmsNormContract, RopeContract, SwigluContract
 from rpadiag.errors import InputError, UsageError, unknown_name
 from rpadiag.regions.addends import Channel
+from rpadiag.regions.align_carry import CarriedLayerForward, CarriedNormForward
 from rpadiag.regions.align_families import Decoder, find_decoder, own_modules
 from rpadiag.regions.align_modules import (
     AttentionForward,
@@ -59,6 +60,7 @@ class Alignment:
     preset: str
     kernels: str
     mid: str
+    carry: str = "lp"
     _patches: list[_Patch] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
@@ -83,7 +85,7 @@ class Alignment:
         self.undo()
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form for a manifest: preset, contract by region, layers, kernels, and ``mid`` as it took effect."""
+        """JSON form for a manifest: preset, contract by region, layers, kernels, ``mid`` and ``carry`` as they took effect."""
         return {
             "preset": self.preset,
             "regions": {region: contract.to_dict() for region, contract in self.contracts.items()},
@@ -91,6 +93,7 @@ class Alignment:
             "layers": list(self.layers),
             "kernels": self.kernels,
             "mid": self.mid,
+            "carry": self.carry,
         }
 
     def _install(self, module: nn.Module, spec: Callable[..., Any]) -> None:
@@ -146,9 +149,12 @@ def align(
         preset=preset.name,
         kernels=kernels,
         mid="fp32" if fused else "lp",
+        carry=preset.carry if "rmsnorm" in chosen else "lp",
     )
     try:
-        if "rmsnorm" in chosen:
+        if alignment.carry != "lp":
+            _align_carried_norms(alignment, decoder)
+        elif "rmsnorm" in chosen:
             _align_norms(alignment, decoder)
         if "qk_norm" in chosen:
             _align_head_norms(alignment, decoder, preset)
@@ -285,6 +291,28 @@ def _align_norms(alignment: Alignment, decoder: Decoder) -> None:
                     alignment._install(own, forward)
     if last in chosen:
         alignment._install(decoder.final_norm, reads_sum)
+
+
+def _align_carried_norms(alignment: Alignment, decoder: Decoder) -> None:
+    """Norms and residual adds of a stream that is wider than its tensors; see :mod:`rpadiag.regions.align_carry`."""
+    contract, family = alignment.contracts["rmsnorm"], decoder.family
+    assert isinstance(contract, RmsNormContract)
+    if family.four_norms or (contract.sum, contract.variance, contract.store) != ("fp32", "unrounded", "rne"):
+        raise UsageError(
+            f"carry={alignment.carry} is for layers with two norms that read unrounded sums, stored to nearest",
+            detail=f"the model is {family.name}, the contract {contract.name()}",
+            hint="use carry=lp",
+        )
+    channel, operation = Channel(), RmsNormOperation(contract, alignment.kernels)
+    norm = CarriedNormForward(operation=operation, channel=channel)
+    for number in alignment.layers:
+        layer: Any = decoder.layers[number]
+        alignment._install(layer, CarriedLayerForward(carry=alignment.carry, channel=channel))
+        for module in _norm_order(layer, four_norms=False):
+            for own in own_modules(module, family, "norm"):
+                alignment._install(own, norm)
+    if alignment.num_layers - 1 in alignment.layers:
+        alignment._install(decoder.final_norm, norm)
 
 
 def _norm_order(layer: Any, *, four_norms: bool) -> tuple[nn.Module, ...]:

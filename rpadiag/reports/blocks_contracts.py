@@ -124,6 +124,8 @@ def _preset_name(facts: Mapping[str, Any], manifest: Mapping[str, Any]) -> tuple
     if engine != "vllm":
         return None, f"no contracts are known of {engine or 'this engine'}; rpadiag fingerprint finds them"
     if str(facts.get("device", "")).startswith("cpu"):
+        if not facts.get("enforce_eager", True):
+            return "vllm-cpu-compiled", unmeasured
         isa = ((manifest.get("devices") or {}).get("cpu") or {}).get("isa") or []
         truncates = facts.get("dtype") != "float16" and "avx512_bf16" not in isa
         return ("vllm-cpu-avx2" if truncates else "vllm-cpu"), unmeasured

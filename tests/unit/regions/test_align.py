@@ -33,6 +33,8 @@ def test_hf_eager_leaves_every_logit_and_gradient_as_it_was(family: str, dtype: 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 @pytest.mark.parametrize("preset", sorted(PRESETS.keys() - {"torchtitan"}))  # interleaved: refused, tested below
 def test_undo_brings_every_bit_back(family: str, preset: str) -> None:
+    if PRESETS[preset].carry != "lp" and family == "gemma3":
+        pytest.skip("four norms a layer: refused, tested in test_align_carry.py")
     model = make_model(family)
     before = step(model)
     with rpadiag.align(model, contract=preset):

@@ -103,6 +103,7 @@ def test_aligned_trainer_follows_what_it_was_aligned_to(run: Run) -> None:
         ({"engine": "vllm", "device": "cuda", "enforce_eager": True, "vllm_version": "0.19.1"}, "vllm-eager-0.19"),
         ({"engine": "vllm", "device": "cpu", "dtype": "bfloat16"}, "vllm-cpu-avx2"),
         ({"engine": "vllm", "device": "cpu", "dtype": "float16"}, "vllm-cpu"),
+        ({"engine": "vllm", "device": "cpu", "dtype": "bfloat16", "enforce_eager": False}, "vllm-cpu-compiled"),
         ({"engine": "emulated", "preset": "vllm-native"}, "vllm-native"),
         ({"engine": "transformers"}, "hf-eager"),
         ({"engine": "sglang"}, None),

@@ -1,0 +1,89 @@
+"""Aligning to an engine whose residual stream is wider than its tensors.
+
+A compiler that finds two residual adds in one graph computes the first sum again where the second add reads it, from the
+same 16-bit addends in fp32, and drops the rounding in between (Inductor: emulate_precision_casts is off). The stream is then
+rounded where a graph ends, and not at every add:
+
+* ``layer``: graphs end at attention. The MLP's add reads attention's sum unrounded, attention's add a rounded tensor.
+* ``stream``: the model is one graph. No add reads a rounded sum.
+
+Modules still hand rounded tensors to each other, so hooks see what they see in the unaligned model; the fp32 sums
+travel beside them (see :mod:`rpadiag.regions.addends`). Forward on the norm's operation in fp32; gradients pass from layer to layer in
+the model's dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rpadiag.regions.addends import Channel, addends_of, attach
+from rpadiag.regions.align_modules import norm_eps
+from rpadiag.regions.ops import RmsNormOperation
+
+
+class Widened(torch.autograd.Function):
+    """The fp32 values of a sum with the graph of its rounded tensor: ``apply(rounded, values)``."""
+
+    @staticmethod
+    def forward(ctx: Any, rounded: Tensor, values: Tensor) -> Tensor:
+        """Returns ``values``."""
+        ctx.dtype = rounded.dtype
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """The gradient goes to ``rounded`` alone, in its dtype."""
+        return grad.to(ctx.dtype), None
+
+
+def leave(total: Tensor, dtype: torch.dtype, channel: Channel) -> Tensor:
+    """``total`` [..., H] fp32 rounded to ``dtype``, with the fp32 values beside it."""
+    rounded = total.to(dtype)
+    if dtype != torch.float32:
+        attach(rounded, total, total, channel)
+    return rounded
+
+
+def wide_sum(rounded: Tensor, channel: Channel) -> Tensor | None:
+    """What :func:`leave` left beside ``rounded``, in its graph; None where nothing was."""
+    found = addends_of(rounded, channel)
+    return None if found is None else Widened.apply(rounded, found[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class CarriedNormForward:
+    """Forward of an RMSNorm module: of the unrounded sum that its input was rounded from, where there is one."""
+
+    operation: RmsNormOperation
+    channel: Channel
+
+    def __call__(self, module: Any, hidden_states: Tensor) -> Tensor:
+        wide = wide_sum(hidden_states, self.channel)
+        if wide is None:
+            return self.operation(hidden_states, module.weight, None, norm_eps(module))  # type: ignore[return-value]
+        normed = self.operation(wide, module.weight.to(torch.float32), None, norm_eps(module))
+        return normed.to(hidden_states.dtype)  # type: ignore[union-attr]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CarriedLayerForward:
+    """Forward of a pre-norm decoder layer with two residual adds. carry: ``layer`` or ``stream``, see the module."""
+
+    carry: str
+    channel: Channel
+
+    def __call__(self, module: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        dtype = hidden_states.dtype
+        residual = hidden_states
+        wide = wide_sum(hidden_states, self.channel)
+        if wide is not None:
+            attach(hidden_states, wide, wide, self.channel)  # for the norm, which takes it again
+            residual = wide if self.carry == "stream" else hidden_states
+        x, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **kwargs)
+        total = x.to(torch.float32) + residual.to(torch.float32)
+        x = module.mlp(module.post_attention_layernorm(leave(total, dtype, self.channel)))
+        return leave(x.to(torch.float32) + total, dtype, self.channel)
