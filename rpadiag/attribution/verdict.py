@@ -77,8 +77,8 @@ def _answer(result: Attribution) -> str:
         parts.append(f"{named} {verb} responsible for systematic divergence; {_first([n for n, _ in found], result)}.")
     else:
         parts.append(
-            f"No part is found responsible with {result.num_replicates} replicates of {result.total.num_tokens} tokens "
-            f"in {result.total.num_sequences} sequences."
+            f"No part is found responsible with {result.num_replicates} replicates of {result.total.num_tokens:,} tokens "
+            f"in {result.total.num_sequences:,} sequences."
         )
     if clear:
         parts.append(f"{', '.join(clear)} cannot be told from zero.")
@@ -150,7 +150,7 @@ def _part_finding(name: str, e: Estimate, result: Attribution, *, rank: int) -> 
 
 def _decision_words(name: str, e: Estimate, decision: Decision, result: Attribution) -> str:
     figures = f"systematic {squares(result.systematic(name))} nats²"
-    base = f"n = {e.num_tokens} tokens in {e.num_sequences} sequences, K = {e.num_replicates}"
+    base = f"n = {e.num_tokens:,} tokens in {e.num_sequences:,} sequences, K = {e.num_replicates}"
     if e.is_zero:
         return f"switching it changes no logprob at all ({base})"
     if decision.responsible:

@@ -40,7 +40,7 @@ def check_findings(result: Attribution) -> list[Finding]:
             Finding(
                 code="nonfinite-logprobs",
                 severity="warning",
-                text=f"{result.num_nonfinite} tokens have a NaN or infinite logprob in some forward and are left out of every number.",
+                text=f"{result.num_nonfinite:,} tokens have a NaN or infinite logprob in some forward and are left out of every number.",
                 numbers={"num_nonfinite": result.num_nonfinite},
                 rank=3,
             )
@@ -63,12 +63,12 @@ def check_findings(result: Attribution) -> list[Finding]:
 
 def _control(result: Attribution) -> Finding:
     control = result.control
-    figures = f"{squares(control.systematic_sq)} nats², mean {pm(control.mean_shift.value, control.mean_shift.se)} nats (n = {control.num_tokens})"
+    figures = f"{squares(control.systematic_sq)} nats², mean {pm(control.mean_shift.value, control.mean_shift.se)} nats (n = {control.num_tokens:,})"
     if result.ranked:
         text = f"Self-control holds: the aligned forward against itself under other noise gives {figures}."
     elif not np.isfinite(control.systematic_sq.se):
         text = (
-            f"No standard error: {control.num_tokens} tokens make {control.num_sequences} sequence, and errors come from "
+            f"No standard error: {control.num_tokens:,} tokens make {control.num_sequences:,} sequence, and errors come from "
             "differences between sequences. Parts are not ranked; use more prompts."
         )
     else:
@@ -142,7 +142,7 @@ def _replicates(result: Attribution) -> Finding:
     engine = " and of the rollout engine" if plan.rollout else ""
     how = (
         f"{result.num_replicates} replicates of each of {len(plan.variants) - plan.rollout} trainers{engine}, scored on n = "
-        f"{result.total.num_tokens} tokens: all of the prompts but the first of each, and none that a rollout generated"
+        f"{result.total.num_tokens:,} tokens: all of the prompts but the first of each, and none that a rollout generated"
     )
     over = f", counted over all {len(plan.parts)} parts" if len(plan.parts) > 1 else ""
     if plan.precision is None:

@@ -103,9 +103,9 @@ def capture(
     if output_format == "json":
         print_json({"bundle": str(bundle), **{k: v for k, v in vars(captured).items() if k != "bundle"}})
         return
-    resumed = f" ({captured.num_resumed} of them were there)" if captured.num_resumed else ""
+    resumed = f" ({captured.num_resumed:,} of them were there)" if captured.num_resumed else ""
     say(
-        f"{captured.num_sequences} sequences{resumed}, {captured.num_tokens:,} tokens of {captured.label}, "
+        f"{captured.num_sequences:,} sequences{resumed}, {captured.num_tokens:,} tokens of {captured.label}, "
         f"{captured.num_bytes / 2**20:,.1f} MiB"
     )
     say(f"bundle: {bundle}")

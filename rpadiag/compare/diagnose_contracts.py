@@ -74,7 +74,9 @@ def contract_difference(
     numbers = {
         "contract_a": one.name(pair.lp), "contract_b": two.name(pair.lp), "axes": axes, "differing": pair.change.differing,
     }  # fmt: skip
-    tail = f"; {percent(pair.change.differing)} of {pair.change.n} elements differ, at most {pair.change.max_ulp} ULP"
+    tail = (
+        f"; {percent(pair.change.differing)} of {pair.change.n:,} elements differ, at most {pair.change.max_ulp:,} ULP"
+    )
     if not axes:
         text = f"same contract on both sides ({one.name(pair.lp)}){tail}: order, transcendental or fused multiply-add"
         yield Explanation(code="same-contract", severity="ulp-noise", text=text, proof="solved", numbers=numbers)

@@ -72,7 +72,7 @@ def integers(pair: Pair) -> Iterator[Explanation]:
         return
     region, severity = ("data", "data") if pair.role.region in ("data", "unknown") else (pair.role.region, "semantic")
     lag = _lag(a, b)
-    text = f"stop before numerics: {n} of {a.numel()} {pair.role.kind} differ, first at index {first}"
+    text = f"stop before numerics: {n:,} of {a.numel():,} {pair.role.kind} differ, first at index {first}"
     if lag is not None:
         text = f"stop before numerics: B[t] == A[t{lag:+d}]: the {pair.role.kind} are shifted by {abs(lag)}"
     elif n == 1:

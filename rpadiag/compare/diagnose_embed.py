@@ -33,7 +33,7 @@ def embedding(pair: Pair, ctx: Context) -> Iterator[Explanation]:
         f"({100 * (gain - 1):+.3f} %) before rounding"
     )
     if small:
-        text += f", so every difference points the same way in magnitude ({percent(c.differing)} of {c.n} elements)"
+        text += f", so every difference points the same way in magnitude ({percent(c.differing)} of {c.n:,} elements)"
     yield Explanation(
         code="embedding-scale", severity="biased-rounding" if small else "semantic", text=text, proof="identity",
         numbers={"scale_a": a, "scale_b": b, "gain": gain},

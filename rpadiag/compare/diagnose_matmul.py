@@ -96,9 +96,9 @@ def product_forms(pair: Pair, x: Tensor, w: Tensor, bias: Tensor | None = None) 
     split = "partial sums" in form_a or "partial sums" in form_b
     where = " (a row-parallel output: o_proj or down_proj; column-parallel GEMMs are equal)" if split else ""
     tail = (
-        f"; {percent(c.differing)} of {c.n} elements differ, few ULP, larger where partials cancel"
+        f"; {percent(c.differing)} of {c.n:,} elements differ, few ULP, larger where partials cancel"
         if split
-        else f"; {percent(c.differing)} of {c.n} elements differ"
+        else f"; {percent(c.differing)} of {c.n:,} elements differ"
     )
     text = f"A is {form_a}, B is {form_b}{where}{tail}, unbiased"
     proof = "identity" if max(miss_a, miss_b) == 0 else "solved"

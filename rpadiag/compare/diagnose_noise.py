@@ -57,7 +57,7 @@ def low_precision(pair: Pair) -> Explanation:
     c, bias = pair.change, _bias(pair)
     size = c.rel_l2 / pair.unit
     numbers = {"differing": c.differing, "max_ulp": c.max_ulp, "rel_l2": c.rel_l2, "roundings": size, "bias": bias}
-    shape = f"{percent(c.differing)} of {c.n} {pair.lp} outputs differ, at most {c.max_ulp} ULP"
+    shape = f"{percent(c.differing)} of {c.n:,} {pair.lp} outputs differ, at most {c.max_ulp:,} ULP"
     if c.max_ulp > 2:
         shape += " (near zero only)" if size < FEW_ROUNDINGS and _large_only_near_zero(pair) else ""
     if c.differing < RARE and size < 1:
@@ -91,7 +91,7 @@ def float32(pair: Pair) -> Explanation:
     c, bias = pair.change, _bias(pair)
     size = rel_error(pair.b, pair.a)
     numbers = {"differing": c.differing, "max_ulp": c.max_ulp, "rel_l2": size, "bias": bias}
-    shape = f"{percent(c.differing)} of {c.n} float32 values differ, relative L2 {size:.3g}"
+    shape = f"{percent(c.differing)} of {c.n:,} float32 values differ, relative L2 {size:.3g}"
     if size < FP32_ORDER * 2.5e-8:
         text = f"{shape}, a few float32 ULP, {bias}: accumulation order or a transcendental; same rounding contract, not a precision downgrade"
         return Explanation(code="order-noise", severity="ulp-noise", text=text, proof="statistics", numbers=numbers)

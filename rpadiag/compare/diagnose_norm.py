@@ -156,7 +156,7 @@ def _overflow(a: Tensor, b: Tensor, z: Tensor) -> Iterator[Explanation]:
         if n:
             largest = float(z[rows].abs().max())
             text = (
-                f"{side} is zero in {n} whole rows (largest input {largest:.4g}): the sum of squares overflowed to infinity (65504 is the largest fp16), so the "
+                f"{side} is zero in {n:,} whole rows (largest input {largest:.4g}): the sum of squares overflowed to infinity (65504 is the largest fp16), so the "
                 "inverse rms is 0"
             )
             yield Explanation(

@@ -23,7 +23,7 @@ def inv_freq(pair: Pair, ctx: Context) -> Iterator[Explanation]:
     ratio = b / a
     if pair.change.max_ulp <= FEW_ULP and pair.a.dtype == torch.float32:
         text = (
-            f"inv_freq differs by a few fp32 ULP (at most {pair.change.max_ulp}, {percent(pair.change.differing)} of {len(a)}): another pow, "
+            f"inv_freq differs by a few fp32 ULP (at most {pair.change.max_ulp:,}, {percent(pair.change.differing)} of {len(a)}): another pow, "
             "device or formula; the table error is proportional to position, bf16-visible only in a small fraction at long positions"
         )
         yield Explanation(

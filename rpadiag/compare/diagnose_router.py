@@ -22,7 +22,7 @@ def experts(pair: Pair, ctx: Context) -> Iterator[Explanation]:
         yield Explanation(code="expert-order", severity="ulp-noise", text=text, proof="identity")
         return
     scores = _scores(ctx, len(a))
-    text = f"moe router: {n} of {len(a)} tokens ({percent(n / len(a))}) choose another expert set"
+    text = f"moe router: {n:,} of {len(a):,} tokens ({percent(n / len(a))}) choose another expert set"
     ties = None
     if scores is not None and a.ndim == 2 and a.shape[-1] < scores.shape[-1]:
         top = scores.double().sort(-1, descending=True).values

@@ -38,7 +38,7 @@ def non_finite(pair: Pair) -> Iterator[Explanation]:
         n = int((masked_a != masked_b).sum())
         side = "B" if int(masked_b.sum()) > int(masked_a.sum()) else "A"
         text = (
-            f"{n} entries are -inf on the {side} side only: masked out (top-k, top-p, a grammar or an attention mask)"
+            f"{n:,} entries are -inf on the {side} side only: masked out (top-k, top-p, a grammar or an attention mask)"
         )
         yield Explanation(code="masked", severity="semantic", text=text, proof="solved", numbers={"num_masked": n})
         return
@@ -86,7 +86,7 @@ def boundary(pair: Pair) -> Iterator[Explanation]:
         if found is None:
             continue
         k, share, n = found
-        text = f"rows 0..{k - 1} bit-equal, every row from {k} on differs ({percent(share)} of {n - k} rows)"
+        text = f"rows 0..{k - 1} bit-equal, every row from {k} on differs ({percent(share)} of {n - k:,} rows)"
         numbers = {"first_differing_row": k, "axis": axis, "num_rows": n}
         if pair.role.region == "attention":
             text += f" -> sliding window off by one or another window: one extra (or missing) key at distance {k}"

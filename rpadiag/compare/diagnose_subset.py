@@ -23,8 +23,8 @@ def row_subset(pair: Pair) -> Iterator[Explanation]:
         return
     where = torch.nonzero(rows)[:, 0]
     low, high = int(where[0]), int(where[-1])
-    span = f"rows {low}..{high}" if n == high - low + 1 else f"{n} of {total} rows (first {low})"
-    text = f"only {span} differ, the other {total - n} are bit-equal: other inputs for these tokens (an image, an adapter, another expert), not precision"
+    span = f"rows {low}..{high}" if n == high - low + 1 else f"{n:,} of {total:,} rows (first {low})"
+    text = f"only {span} differ, the other {total - n:,} are bit-equal: other inputs for these tokens (an image, an adapter, another expert), not precision"
     size = pair.change.rel_l2 / pair.unit
     if size > 12:
         yield Explanation(
@@ -43,11 +43,11 @@ def column_subset(pair: Pair) -> Iterator[Explanation]:
     if 0 < n < total and differs.shape[0] >= 16 and float(differs[:, columns].double().mean()) > 0.05:
         where = torch.nonzero(columns)[:, 0]
         low, high = int(where[0]), int(where[-1])
-        span = f"columns {low}..{high}" if n == high - low + 1 else f"{n} of {total} columns (first {low})"
+        span = f"columns {low}..{high}" if n == high - low + 1 else f"{n:,} of {total:,} columns (first {low})"
         if n > 0.95 * total:
             text = f"{total - n} of {total} columns are bit-equal, the others differ"
         else:
-            text = f"only {span} differ, the other {total - n} are bit-equal"
+            text = f"only {span} differ, the other {total - n:,} are bit-equal"
         severity = "semantic" if pair.change.rel_l2 > 12 * pair.unit and n <= 0.5 * total else "rounding-contract"
         yield Explanation(
             code="column-subset", severity=severity, text=text, numbers={"num_columns": n, "first": low, "last": high}

@@ -72,8 +72,8 @@ class Evidence:
     @property
     def counted(self) -> str:
         """``n = 216 tokens: 184 of prompts, 32 generated``: what a mean is over."""
-        parts = f": {self.num_tokens - self.num_generated} of prompts, {self.num_generated} generated"
-        return f"n = {self.num_tokens} tokens{parts if self.num_generated else ''}"
+        parts = f": {self.num_tokens - self.num_generated:,} of prompts, {self.num_generated:,} generated"
+        return f"n = {self.num_tokens:,} tokens{parts if self.num_generated else ''}"
 
 
 def most_suspicious(aggregate: Aggregate) -> str | None:

@@ -96,11 +96,11 @@ def flip_findings(model: Aggregate, control: Aggregate | None) -> list[Finding]:
         return []
     layers = sum(1 for entry in model.sites.values() if entry.flips is not None)
     text = (
-        f"Expert choice: the stacks send {total.num_flips} of {total.num_tokens} (token, layer) pairs to another set of experts "
+        f"Expert choice: the stacks send {total.num_flips:,} of {total.num_tokens:,} (token, layer) pairs to another set of experts "
         f"({100 * total.num_flips / max(total.num_tokens, 1):.2g} %, {layers} layers with experts)"
     )
     if total.num_local_flips is not None:
-        text += f", {total.num_local_flips} of them made by the router itself when fed the same input"
+        text += f", {total.num_local_flips:,} of them made by the router itself when fed the same input"
     numbers: dict[str, Any] = {
         "num_flips": total.num_flips,
         "num_choices": total.num_tokens,
@@ -110,11 +110,11 @@ def flip_findings(model: Aggregate, control: Aggregate | None) -> list[Finding]:
     }
     in_fp32 = _pooled(control) if control is not None else None
     if in_fp32 is not None:
-        text += f"; in FP32 {in_fp32.num_flips} of {in_fp32.num_tokens}"
+        text += f"; in FP32 {in_fp32.num_flips:,} of {in_fp32.num_tokens:,}"
         numbers |= {"num_flips_fp32": in_fp32.num_flips, "num_choices_fp32": in_fp32.num_tokens}
     if total.num_ties:
         text += (
-            f"; {total.num_ties} pairs have equal logits at the boundary, where each stack takes the expert it likes"
+            f"; {total.num_ties:,} pairs have equal logits at the boundary, where each stack takes the expert it likes"
         )
     worse = total.num_flips > 0
     return [

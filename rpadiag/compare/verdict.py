@@ -86,7 +86,7 @@ def _identical(e: Evidence) -> Verdict | None:
         return None
     return Verdict(
         kind="identical",
-        sentence=f"Identical: every captured site and all {e.num_tokens} logprobs agree to the last bit. Nothing to align.",
+        sentence=f"Identical: every captured site and all {e.num_tokens:,} logprobs agree to the last bit. Nothing to align.",
         evidence=tuple(_position_findings(e)),
     )
 
@@ -101,15 +101,15 @@ def _not_finite(e: Evidence) -> Verdict | None:
             how = "although it was fed the same input" if made_here else "first in execution order"
             return Verdict(
                 kind="different computation",
-                sentence=f"Different computation at {site} ({region_of(site)}): {stats.num_nonfinite_mismatch} of {stats.n} elements are "
-                f"NaN or infinite on one side only (trainer {stats.num_nonfinite_a}, rollout {stats.num_nonfinite_b}), {how}. "
+                sentence=f"Different computation at {site} ({region_of(site)}): {stats.num_nonfinite_mismatch:,} of {stats.n:,} elements are "
+                f"NaN or infinite on one side only (trainer {stats.num_nonfinite_a:,}, rollout {stats.num_nonfinite_b:,}), {how}. "
                 "Look for an overflow (float16 ends at 65504) or an empty reduction there.",
                 site=site,
                 evidence=(
                     Finding(
                         code="non-finite",
                         severity="error",
-                        text=f"{site}: {stats.num_nonfinite_mismatch} elements are NaN or infinite on one side only.",
+                        text=f"{site}: {stats.num_nonfinite_mismatch:,} elements are NaN or infinite on one side only.",
                         site=site,
                         region=region_of(site),
                         numbers={"trainer": stats.num_nonfinite_a, "rollout": stats.num_nonfinite_b, "n": stats.n},
@@ -121,7 +121,7 @@ def _not_finite(e: Evidence) -> Verdict | None:
         return None
     return Verdict(
         kind="inconclusive",
-        sentence=f"No answer: {e.num_nonfinite} of {e.num_tokens} logprobs are not finite on one side or both, so no mean can be taken.",
+        sentence=f"No answer: {e.num_nonfinite:,} of {e.num_tokens:,} logprobs are not finite on one side or both, so no mean can be taken.",
         site=e.aggregate.first_divergent(),
     )
 
@@ -133,7 +133,7 @@ def _mistake_in_fp32(e: Evidence) -> Verdict | None:
     found = suspects(control.aggregate, FP32_LOCAL_REL_L2, positions=e.positions)
     if not found and control.mean_abs_d <= FP32_MEAN_ABS_D:
         return None
-    fp32 = f"FP32 logprobs differ by {control.mean_abs_d:.1e} nats (n = {control.num_tokens}), where rounding would leave about 1e-5"
+    fp32 = f"FP32 logprobs differ by {control.mean_abs_d:.1e} nats (n = {control.num_tokens:,}), where rounding would leave about 1e-5"
     if not found:
         first, where = beyond_in_fp32(e)
         return Verdict(
@@ -241,7 +241,7 @@ def _control_finding(e: Evidence) -> Finding:
     return Finding(
         code="fp32-control",
         severity="info",
-        text=f"FP32 control: mean |d| {e.control.mean_abs_d:.1e} nats (n = {e.control.num_tokens}) against {e.mean_abs_d:.1e} in {e.dtype}; "
+        text=f"FP32 control: mean |d| {e.control.mean_abs_d:.1e} nats (n = {e.control.num_tokens:,}) against {e.mean_abs_d:.1e} in {e.dtype}; "
         f"largest local relative L2 {worst[1]:.1e} at {worst[0]}.",
         site=worst[0],
         numbers={
@@ -264,13 +264,13 @@ def _local_findings(e: Evidence) -> list[Finding]:
         points = ", ".join(p for p in telling_points(region) if p in by_point)
         text = (
             f"{_label(region)} makes {_percent(stats.differing)} of its elements differ when fed the same input "
-            f"(n = {stats.n} of {points}, largest {stats.max_ulp} ULP)."
+            f"(n = {stats.n:,} of {points}, largest {stats.max_ulp:,} ULP)."
         )
         rank = 1 if n == 0 else 3 + n
         if not stats.num_differing:  # told after all that make something
             rank = 20 + n
             text = (
-                f"{_label(region)} makes no difference when fed the same input (0 of {stats.n} elements of {points})."
+                f"{_label(region)} makes no difference when fed the same input (0 of {stats.n:,} elements of {points})."
             )
         out.append(
             Finding(
@@ -298,7 +298,7 @@ def _one_sided_findings(e: Evidence) -> list[Finding]:
                 code="one-sided-rounding",
                 severity="notice",
                 region=region,
-                text=f"{side} truncates in {_label(region)}: {100 * abs(balance):.1f} % (net) of {stats.num_differing} local differences "
+                text=f"{side} truncates in {_label(region)}: {100 * abs(balance):.1f} % (net) of {stats.num_differing:,} local differences "
                 f"point toward zero on its side. Rounding at another point would be balanced; truncation is biased and adds up with depth.",
                 numbers={"magnitude_balance": balance, "num_differing": stats.num_differing},
                 rank=1,

@@ -113,7 +113,7 @@ def without_local(e: Evidence) -> Verdict | None:
     if e.control.mean_abs_d is not None and e.control.mean_abs_d <= FP32_MEAN_ABS_D:
         return Verdict(
             kind="rounding only",
-            sentence=f"Rounding only: trainer and {e.rollout} agree {_closeness(e.control.mean_abs_d)} in FP32 (n = {e.control.num_tokens}), so they "
+            sentence=f"Rounding only: trainer and {e.rollout} agree {_closeness(e.control.mean_abs_d)} in FP32 (n = {e.control.num_tokens:,}), so they "
             f"compute the same function; {gap}, {where}. Which operations make it was not measured, so a mistake in the {e.dtype} path alone "
             "could hide.",
             site=first,

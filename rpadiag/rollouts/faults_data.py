@@ -30,7 +30,7 @@ def lengths(seen: Observed) -> Iterator[Finding]:
         first = seen.misfits[0]
         yield fault(
             "retokenised",
-            f"Re-tokenised or cut: {len(seen.misfits)} of {seen.num_sequences} sequences have log-probabilities of another "
+            f"Re-tokenised or cut: {len(seen.misfits):,} of {seen.num_sequences:,} sequences have log-probabilities of another "
             f"number than tokens (first: sequence {first.sequence}, {first.text}). The text was tokenised again, or one side truncated it.",
             num_sequences=len(seen.misfits), first=first.sequence, difference=first.difference,
         )  # fmt: skip
@@ -42,7 +42,7 @@ def ids(seen: Observed) -> Iterator[Finding]:
         if found:
             yield fault(
                 kind,
-                f"{name}: in {len(found)} of {seen.num_compared_ids} sequences the two sides were given different tokens "
+                f"{name}: in {len(found):,} of {seen.num_compared_ids:,} sequences the two sides were given different tokens "
                 f"(first: sequence {found[0][0]}, {found[0][1]}).",
                 num_sequences=len(found), first=found[0][0],
             )  # fmt: skip
@@ -53,7 +53,7 @@ def placeholder(seen: Observed) -> Iterator[Finding]:
     if n and seen.num_zero_p == n and seen.num_zero_q < n:
         yield fault(
             "placeholder",
-            f"Placeholder: all {n} trainer log-probabilities are exactly 0, which no model gives. The trainer skipped the "
+            f"Placeholder: all {n:,} trainer log-probabilities are exactly 0, which no model gives. The trainer skipped the "
             "forward that computes them (NeMo-RL does with force_on_policy_ratio).",
             num_tokens=n,
         )
@@ -65,7 +65,7 @@ def above_zero(seen: Observed) -> Iterator[Finding]:
             what = "something else" if values.least < 0 else "probabilities" if values.largest <= 1 else "negated ones"
             yield fault(
                 "above-zero",
-                f"Above zero: {values.num_above} of {seen.num_tokens} log-probabilities of the {side} are above {ABOVE_ZERO:g} (the largest {values.largest:.3g}), and "
+                f"Above zero: {values.num_above:,} of {seen.num_tokens:,} log-probabilities of the {side} are above {ABOVE_ZERO:g} (the largest {values.largest:.3g}), and "
                 f"none can be above 0. The column looks like {what}, not like log-probabilities.",
                 num_tokens=values.num_above, largest=values.largest,
             )  # fmt: skip
@@ -93,8 +93,8 @@ def shifted(seen: Observed) -> Iterator[Finding]:
     if here > FAR and lags[best] < FIT * here:
         yield fault(
             "shifted",
-            f"Shifted by {abs(best)}: the rollout's log-probability of token t stands at t{best:+d} in {seen.num_sequences} sequences; moved back, mean |d| falls from "
-            f"{here:.3g} to {lags[best]:.3g} nats (n = {seen.num_tokens}). Compare log p(token t) with log q(token t): one side is shifted as labels are.",
+            f"Shifted by {abs(best)}: the rollout's log-probability of token t stands at t{best:+d} in {seen.num_sequences:,} sequences; moved back, mean |d| falls from "
+            f"{here:.3g} to {lags[best]:.3g} nats (n = {seen.num_tokens:,}). Compare log p(token t) with log q(token t): one side is shifted as labels are.",
             lag=best, mean_abs_d=here, mean_abs_d_moved_back=lags[best],
         )  # fmt: skip
         return
@@ -108,7 +108,7 @@ def shifted(seen: Observed) -> Iterator[Finding]:
         if len(which):
             yield fault(
                 "shifted",
-                f"Shifted by {abs(lag)} in {len(which)} of {seen.num_sequences} sequences (first: sequence {int(rows['sequence'][which[0]])}): there the rollout's "
+                f"Shifted by {abs(lag)} in {len(which):,} of {seen.num_sequences:,} sequences (first: sequence {int(rows['sequence'][which[0]])}): there the rollout's "
                 f"log-probability of token t stands at t{lag:+d}.",
                 lag=lag, num_sequences=len(which), first=int(rows["sequence"][which[0]]),
             )  # fmt: skip
@@ -170,7 +170,7 @@ def doubled_start(seen: Observed) -> Iterator[Finding]:
     if count >= DOUBLED * seen.num_sequences and len(set(seen.prompts)) > 1:
         yield fault(
             "double-bos",
-            f"Double BOS: {count} of {seen.num_sequences} sequences begin with token {token} twice. Both sides saw it, so the comparison holds, but the model was "
+            f"Double BOS: {count:,} of {seen.num_sequences:,} sequences begin with token {token} twice. Both sides saw it, so the comparison holds, but the model was "
             "not trained on it: a chat template writes BOS and the tokenizer adds another.",
             severity="warning", token=token, num_sequences=count,
         )  # fmt: skip

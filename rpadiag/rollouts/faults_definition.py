@@ -37,7 +37,7 @@ def _top_p(seen: Observed) -> Finding | None:
     return fault(
         "truncated-support",
         f"Truncated support: the rollout's log-probabilities are renormalised over what top-p with p of about {solved:.2f} kept, the trainer's over the whole vocabulary. "
-        f"{seen.sampled_away.n} of {seen.num_tokens} tokens have exactly 0 there, because they alone reach p. The mean ratio, which is the kept mass, is {mass:.3f} +- {2 * error:.3f}.",
+        f"{seen.sampled_away.n:,} of {seen.num_tokens:,} tokens have exactly 0 there, because they alone reach p. The mean ratio, which is the kept mass, is {mass:.3f} +- {2 * error:.3f}.",
         side="rollout",
         top_p=solved,
         kept_mass=mass,
@@ -61,7 +61,7 @@ def _temperature(seen: Observed) -> Finding | None:
     ratio = 1 / slope  # T of the trainer over T of the rollout
     return fault(
         "temperature",
-        f"Temperature on one side: T(trainer) / T(rollout) is about {ratio:.2f}, solved from {seen.certain.n} near-certain tokens (correlation {correlation:.3f}; good to "
+        f"Temperature on one side: T(trainer) / T(rollout) is about {ratio:.2f}, solved from {seen.certain.n:,} near-certain tokens (correlation {correlation:.3f}; good to "
         f"some 5 %). Either the trainer divides its logits by {ratio:.2f} and the rollout's log-probabilities are raw, or the rollout divides by {1 / ratio:.2f} and the trainer does not.",
         ratio=ratio,
         correlation=correlation,
@@ -83,7 +83,7 @@ def _truncated(seen: Observed) -> Finding | None:
             return fault(
                 "truncated-support",
                 f"Truncated support: the {side}'s log-probabilities are higher at likely and unlikely tokens alike, as those are that are renormalised over what top-k, top-p or min-p "
-                f"kept while the other side has the whole vocabulary. The mean ratio is {mean:.3f} +- {2 * error:.3f}, so about {100 * kept:.0f} % of the mass was kept (n = {seen.num_tokens}).",
+                f"kept while the other side has the whole vocabulary. The mean ratio is {mean:.3f} +- {2 * error:.3f}, so about {100 * kept:.0f} % of the mass was kept (n = {seen.num_tokens:,}).",
                 side=side,
                 kept_mass=kept,
             )

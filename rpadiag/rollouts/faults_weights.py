@@ -33,7 +33,7 @@ def stale(seen: Observed) -> Iterator[Finding]:
                 yield fault(
                     "stale-weights",
                     f"Stale weights: mean |d| grows with the age of the weights that sampled, from {means[0]:.3g} nats at {ages[0]:g} steps behind to {means[-1]:.3g} at "
-                    f"{ages[-1]:g} ({int(known.sum())} sequences). That part is learning, not rounding.",
+                    f"{ages[-1]:g} ({int(known.sum()):,} sequences). That part is learning, not rounding.",
                     ages=ages.tolist(), mean_abs_d=means,
                 )  # fmt: skip
                 return
@@ -49,7 +49,7 @@ def stale(seen: Observed) -> Iterator[Finding]:
         yield fault(
             "stale-weights",
             f"Weights or contexts differ: whole sequences drift, their mean d varies {over:.0f} times as much as independent tokens would make it (root mean square {drift:.3g} "
-            f"nats, {len(n)} sequences). Rounding does not do that; stale weights, an adapter on one side, or other prompts do.",
+            f"nats, {len(n):,} sequences). Rounding does not do that; stale weights, an adapter on one side, or other prompts do.",
             overdispersion=over, drift=drift,
         )  # fmt: skip
 

@@ -97,7 +97,7 @@ class LocalEvidence:
                 truncating = "aligned" if total.balance > 0 else "trainer's own"
                 out.append(
                     f"{region}: one-sided: {100 * total.num_differing / total.num_elements:.2g} % of elements differ and all but "
-                    f"{min(total.num_away, total.num_toward)} of {total.num_away + total.num_toward} are nearer to zero in the "
+                    f"{min(total.num_away, total.num_toward):,} of {total.num_away + total.num_toward:,} are nearer to zero in the "
                     f"{truncating} computation, as truncation does."
                 )
         return out

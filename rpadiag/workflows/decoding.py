@@ -87,7 +87,7 @@ def decode_finding(by_source: Mapping[str, Mapping[str, Any]], floors: Sequence[
         "num_tokens": int(by_source["decode"]["num_tokens"]),
     }
     text = (
-        f"Generated tokens: the trainer is {sampled:.3g} nats (mean |d|, n = {numbers['num_tokens']}) from the logprobs that they were "
+        f"Generated tokens: the trainer is {sampled:.3g} nats (mean |d|, n = {numbers['num_tokens']:,}) from the logprobs that they were "
         f"sampled with, and {rescored:.3g} from the rollout's own rescoring of them as prompts"
     )
     if "rollout_rescored" in own:

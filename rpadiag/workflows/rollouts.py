@@ -159,7 +159,7 @@ def _read(files: RolloutFiles, seen: _Seen, run: RunWriter | None, scorer: Score
     if not seen.sums.num_tokens and not seen.observed.misfits:
         raise InputError(
             f"no token of {files.paths[0]} counts",
-            detail=f"{seen.observed.num_sequences} sequences were read; {seen.sums.num_nonfinite} tokens have a log-probability that is not finite",
+            detail=f"{seen.observed.num_sequences:,} sequences were read; {seen.sums.num_nonfinite:,} tokens have a log-probability that is not finite",
             hint=f"look at {', '.join(files.schema.mask) or 'the log-probabilities'}",
         )
 
@@ -237,7 +237,7 @@ def _verdict(faults: Sequence[Finding]) -> Verdict | None:
 def _identical(metrics: Mapping[str, Any]) -> Verdict:
     return Verdict(
         kind="identical",
-        sentence=f"Identical: all {metrics['num_tokens']} log-probabilities agree to the last bit. Make sure that one column is not a copy of the other, "
+        sentence=f"Identical: all {metrics['num_tokens']:,} log-probabilities agree to the last bit. Make sure that one column is not a copy of the other, "
         "as verl's bypass mode makes it.",
     )
 
@@ -245,7 +245,7 @@ def _identical(metrics: Mapping[str, Any]) -> Verdict:
 def _unexplained(metrics: Mapping[str, Any]) -> Verdict:
     return Verdict(
         kind="inconclusive",
-        sentence=f"No answer: mean |d| of {metrics['mean_abs_d']:.3g} nats (n = {metrics['num_tokens']}) is more than rounding makes, and no fault that rpadiag knows explains it. "
+        sentence=f"No answer: mean |d| of {metrics['mean_abs_d']:.3g} nats (n = {metrics['num_tokens']:,}) is more than rounding makes, and no fault that rpadiag knows explains it. "
         "Compare the stacks on the same tokens with rpadiag compare before trusting these numbers.",
     )
 
@@ -257,8 +257,8 @@ def _statements(metrics: Mapping[str, Any], *, faulty: bool) -> list[Finding]:
             Finding(
                 code="no-fault",
                 severity="info",
-                text=f"No fault of the data is recognised. Trainer and rollout differ by {metrics['mean_abs_d']:.3g} nats per token (mean |d|, n = {metrics['num_tokens']} in "
-                f"{metrics['num_sequences']} sequences), k3_kl {metrics['k3_kl']:.2e}, mean ratio {metrics['rollout_is_mean']:.4f}. Whether that is rounding alone "
+                text=f"No fault of the data is recognised. Trainer and rollout differ by {metrics['mean_abs_d']:.3g} nats per token (mean |d|, n = {metrics['num_tokens']:,} in "
+                f"{metrics['num_sequences']:,} sequences), k3_kl {metrics['k3_kl']:.2e}, mean ratio {metrics['rollout_is_mean']:.4f}. Whether that is rounding alone "
                 "is for rpadiag compare, which has an FP32 control.",
                 numbers={k: metrics[k] for k in ("mean_abs_d", "k3_kl", "rollout_is_mean", "num_tokens")},
                 rank=50,
@@ -282,7 +282,7 @@ def _statements(metrics: Mapping[str, Any], *, faulty: bool) -> list[Finding]:
             Finding(
                 code="non-finite",
                 severity="warning",
-                text=f"{metrics['num_nonfinite']} tokens are left out: a log-probability is NaN, infinite or null.",
+                text=f"{metrics['num_nonfinite']:,} tokens are left out: a log-probability is NaN, infinite or null.",
                 numbers={"num_tokens": metrics["num_nonfinite"]},
                 rank=40,
             )

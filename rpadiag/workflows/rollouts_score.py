@@ -102,7 +102,7 @@ class Scorer:
         return Finding(
             code="recorded-trainer",
             severity="warning" if far else "info",
-            text=f"The file's own trainer log-probabilities are {mean:.3g} nats (mean |d|, n = {self.num_own}) from those of {self.options.model}, which are used here. {tail}",
+            text=f"The file's own trainer log-probabilities are {mean:.3g} nats (mean |d|, n = {self.num_own:,}) from those of {self.options.model}, which are used here. {tail}",
             numbers={"mean_abs_d": mean, "num_tokens": self.num_own},
             rank=20,
         )
@@ -113,7 +113,7 @@ class Scorer:
         return Finding(
             code="first-token",
             severity="notice",
-            text=f"{self.num_first} tokens are the first of their sequence and left out: nothing comes before them, so no model scores them.",
+            text=f"{self.num_first:,} tokens are the first of their sequence and left out: nothing comes before them, so no model scores them.",
             numbers={"num_tokens": self.num_first},
             rank=45,
         )

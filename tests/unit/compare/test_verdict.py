@@ -87,7 +87,7 @@ def test_what_is_expected_under_rounding_only_is_no_warning() -> None:
 def test_residual_adds_do_not_dilute_what_norms_make_and_the_finding_says_what_is_pooled() -> None:
     verdict = decide(evidence(aggregate(resid_attn=same(), post_norm=rounded_elsewhere(0.2))))
     (made,) = [f for f in verdict.evidence if f.region == "rmsnorm"]
-    assert made.numbers["local_differing"] > 0.19 and "(n = 20000 of post_norm," in made.text
+    assert made.numbers["local_differing"] > 0.19 and "(n = 20,000 of post_norm," in made.text
 
 
 def test_mean_is_over_prompts_and_what_was_generated_and_says_so() -> None:
@@ -141,7 +141,7 @@ def test_a_nan_on_one_side_is_never_rounding() -> None:
     stats = ulp_stats(bf16(VALUES), np.where(np.isnan(overflowed), np.uint16(0x7FC0), bf16(VALUES)))
     verdict = decide(evidence(aggregate(act=stats), mean_abs_d=float("nan"), max_abs_d=float("nan"), num_nonfinite=3))
     assert (verdict.kind, verdict.site) == ("different computation", "layers.0.act")
-    assert "7 of 20000 elements are NaN or infinite on one side only" in verdict.sentence
+    assert "7 of 20,000 elements are NaN or infinite on one side only" in verdict.sentence
 
 
 def test_logprobs_that_are_not_finite_give_no_verdict_by_themselves() -> None:
