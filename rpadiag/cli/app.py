@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -107,11 +108,34 @@ def _usage(error: Any) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":  # its message is the whole help text
         print(error.format_message(), file=sys.stderr)
         return EXIT_UNANSWERABLE
-    message = error.format_message()
+    near = _near_options(error)
+    message = error.message if near else error.format_message()
     print(f"error: {message[:1].lower()}{message[1:].rstrip('.')}", file=sys.stderr)
+    if near:
+        print(f"hint: did you mean {' or '.join(near)}?", file=sys.stderr)
     context = getattr(error, "ctx", None)
     print(f"hint: {context.command_path if context else 'rpadiag'} --help", file=sys.stderr)
     return EXIT_UNANSWERABLE
+
+
+def _near_options(error: Any) -> list[str]:
+    """Options of the command that an unknown one may stand for: begun like it, else spelt like it, else an abbreviation of it."""
+    given = str(getattr(error, "option_name", None) or "").removeprefix("--")
+    if type(error).__name__ != "NoSuchOption" or not given or given.startswith("-"):
+        return []
+    known = [o.removeprefix("--") for p in error.ctx.command.params for o in p.opts if o.startswith("--")]
+    found = (
+        [name for name in known if name.startswith(given)]
+        or difflib.get_close_matches(given, known, n=2)
+        or [name for name in known if _abbreviates(given, name)]
+    )
+    return [f"--{name}" for name in found]
+
+
+def _abbreviates(short: str, name: str) -> bool:
+    """Whether ``short`` is the first letter of ``name`` and later ones in their order, as md is of markdown."""
+    rest = iter(name)
+    return name[:1] == short[:1] and all(letter in rest for letter in short)
 
 
 def _expected(error: RpadiagError, *, debug: bool) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rpadiag.errors import InputError
 from rpadiag.workflows.options import ModelOptions
 from rpadiag.workflows.progress import SILENT, Progress
-from rpadiag.workflows.smollm2 import resolve_model
+from rpadiag.workflows.smollm2 import check_model_named, resolve_model
 
 if TYPE_CHECKING:
     from rpadiag.engines.base import ModelFacts, TokenSequence
@@ -69,9 +69,7 @@ def resolve_device(device: str) -> str:
 
 def check_model(options: ModelOptions, progress: Progress = SILENT) -> None:
     """What can be known of the model argument without loading it: called before a run directory is made."""
-    from rpadiag.engines.checkpoint import check_source
-
-    check_source(resolve_model(options.model, progress), revision=options.revision)
+    check_model_named(options.model, revision=options.revision, progress=progress)
 
 
 def load_trainer(options: ModelOptions, *, model: str, device: str, dtype: str, attention: str) -> TrainerEngine:

@@ -20,7 +20,7 @@ from rpadiag.findings import Finding
 from rpadiag.workflows.inputs import resolve_device
 from rpadiag.workflows.options import DEFAULT_CONTRACT, ScoringOptions
 from rpadiag.workflows.progress import Progress, Stage
-from rpadiag.workflows.smollm2 import resolve_model
+from rpadiag.workflows.smollm2 import check_model_named, resolve_model
 
 if TYPE_CHECKING:
     from rpadiag.engines.trainer import TrainerEngine
@@ -187,9 +187,8 @@ class Scorer:
 
 def check_scoring_model(options: ScoringOptions, progress: Progress) -> None:
     """What can be known of the model without loading it: called before a run directory is made."""
-    from rpadiag.engines.checkpoint import check_source
 
-    check_source(resolve_model(options.model, progress), revision=options.revision)
+    check_model_named(options.model, revision=options.revision, progress=progress)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ lost by quantization does not matter here: rpadiag compares two stacks on the sa
 
 from __future__ import annotations
 
+import difflib
 import fcntl
 import functools
 import glob
@@ -36,6 +37,19 @@ def resolve_model(model: str, progress: Progress = SILENT) -> str:
     if model != ALIAS or Path(model).exists():
         return model
     return str(ensure_model(progress))
+
+
+def check_model_named(model: str, *, revision: str | None, progress: Progress = SILENT) -> None:
+    """What can be known of a model argument without loading it; an id that is nearly the alias is told so."""
+    from rpadiag.engines.checkpoint import check_source
+
+    try:
+        check_source(resolve_model(model, progress), revision=revision)
+    except InputError as error:
+        nearly = "/" not in model and difflib.get_close_matches(model.lower(), [ALIAS], n=1)
+        if not nearly or model == ALIAS or Path(model).exists():
+            raise
+        raise InputError(error.message, detail=error.detail, hint=f"did you mean {ALIAS}?") from error
 
 
 def cache_dir() -> Path:

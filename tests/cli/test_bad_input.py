@@ -179,11 +179,17 @@ def test_device_that_is_not_there_is_refused_with_what_to_do(
     assert "the trainer cannot use device 'cuda:63'" in said and "rpadiag doctor" in said
 
 
-def test_hub_that_cannot_be_reached_is_asked_once_and_no_run_is_begun(tmp_path: Path, prompts: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "hint"),
+    [("nobody/nothing", "give a directory with config.json"), ("SmolM2-135M", "did you mean smollm2-135m?")],
+)
+def test_hub_that_cannot_be_reached_is_asked_once_and_no_run_is_begun(
+    model: str, hint: str, tmp_path: Path, prompts: Path
+) -> None:
     """Loading would try six times over half a minute; port 9 of this machine refuses at once."""
     where = tmp_path / "run"
     done = subprocess.run(
-        [sys.executable, "-m", "rpadiag", "compare", "nobody/nothing", str(prompts), "--run", str(where)]
+        [sys.executable, "-m", "rpadiag", "compare", model, str(prompts), "--run", str(where)]
         + ["--rollout", "emulated"],
         env={**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hub"), "NO_PROXY": "*"},
         capture_output=True,
@@ -191,5 +197,6 @@ def test_hub_that_cannot_be_reached_is_asked_once_and_no_run_is_begun(tmp_path: 
         check=False,
     )
     assert done.returncode == 2 and not where.exists()
-    assert "error: there is no model nobody/nothing\n" in done.stderr and "the hub cannot be reached" in done.stderr
+    assert f"error: there is no model {model}\n" in done.stderr and "the hub cannot be reached" in done.stderr
+    assert f"\nhint: {hint}" in done.stderr
     assert "Retrying" not in done.stderr

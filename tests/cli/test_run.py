@@ -74,6 +74,30 @@ def test_usage_error_of_the_parser_leaves_with_two(
 
 
 @pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["report", "r", "--md", "f"], "--markdown"),
+        (["report", "r", "--makdown", "f"], "--markdown"),
+        (["bisect", "m", "p.txt", "--run", "r", "--rep", "3"], "--replicates"),
+        (["compare", "m", "p.txt", "--run", "r", "--trainer-fp", "b"], "--trainer-fp32"),
+        (["compare", "m", "p.txt", "--run", "r", "--max_tokens", "3"], "--max-tokens"),
+    ],
+)
+def test_option_that_is_nearly_another_is_told_so(
+    arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: no such option: --") and third.startswith("hint: rpadiag ")
+    assert second == f"hint: did you mean {meant}?"
+
+
+def test_option_like_no_other_has_no_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", "r", "--zzz"]) == 2
+    assert capsys.readouterr().err == "error: no such option: --zzz\nhint: rpadiag report --help\n"
+
+
+@pytest.mark.parametrize(
     ("options", "says"),
     [
         (["--dtype", "bf16"], "unknown dtype: bf16"),
