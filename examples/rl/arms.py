@@ -13,6 +13,7 @@ ENGINE = "engine"  # the contract that the rollout engine itself was found to fo
 # What vLLM follows, by device and mode; each was told by `rpadiag fingerprint` (docs/gpu-results.md), but for the parts named there.
 ENGINE_CONTRACTS = {
     ("cpu", "eager"): "vllm-cpu",
+    ("cpu", "compiled"): "vllm-cpu-compiled",
     ("cuda", "eager"): "vllm-eager",
     ("cuda", "compiled"): "vllm-compiled",
 }
