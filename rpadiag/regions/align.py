@@ -307,7 +307,9 @@ def _align_carried_norms(alignment: Alignment, decoder: Decoder) -> None:
     norm = CarriedNormForward(operation=operation, channel=channel)
     for number in alignment.layers:
         layer: Any = decoder.layers[number]
-        alignment._install(layer, CarriedLayerForward(carry=alignment.carry, channel=channel))
+        incoming = number - 1 in alignment.layers
+        spec = CarriedLayerForward(number=number, carry=alignment.carry, channel=channel, incoming=incoming)
+        alignment._install(layer, spec)
         for module in _norm_order(layer, four_norms=False):
             for own in own_modules(module, family, "norm"):
                 alignment._install(own, norm)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rpadiag.regions.addends import Channel, addends_of, attach
-from rpadiag.regions.align_modules import norm_eps
+from rpadiag.regions.align_modules import lost_sum, norm_eps
 from rpadiag.regions.ops import RmsNormOperation
 
 
@@ -71,15 +71,22 @@ class CarriedNormForward:
 
 @dataclass(frozen=True, kw_only=True)
 class CarriedLayerForward:
-    """Forward of a pre-norm decoder layer with two residual adds. carry: ``layer`` or ``stream``, see the module."""
+    """Forward of a pre-norm decoder layer with two residual adds. carry: ``layer`` or ``stream``, see the module.
 
+    number: of the layer. incoming: the layer below carries its sums as well, so that of this layer's input must be there.
+    """
+
+    number: int
     carry: str
     channel: Channel
+    incoming: bool
 
     def __call__(self, module: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         dtype = hidden_states.dtype
         residual = hidden_states
         wide = wide_sum(hidden_states, self.channel)
+        if wide is None and self.incoming and dtype != torch.float32:
+            raise lost_sum(self.number, "carries sums unrounded", "a contract with carry=lp")
         if wide is not None:
             attach(hidden_states, wide, wide, self.channel)  # for the norm, which takes it again
             residual = wide if self.carry == "stream" else hidden_states

@@ -117,13 +117,18 @@ class LayerForward:
         else:
             there = addends_of(hidden_states, self.channel) is not None
         if not there:
-            raise InputError(
-                f"the unrounded residual sum of layer {self.number - 1} did not reach layer {self.number}",
-                detail="the contract normalises the sum before it is rounded, and the hidden states handed to this layer "
-                "are another tensor than the one the layer below returned",
-                hint="a hook that replaces hidden states, or a device map that moves them between layers, needs a "
-                "contract with sum=lp variance=rounded, such as vllm-eager",
-            )
+            raise lost_sum(
+                self.number, "normalises the sum before it is rounded", "a contract with sum=lp variance=rounded, such as vllm-eager"
+            )  # fmt: skip
+
+
+def lost_sum(number: int, what: str, instead: str) -> InputError:
+    """The error of layer ``number`` whose input is not what the layer below returned. what: the contract does; instead: what needs no such sum."""
+    return InputError(
+        f"the unrounded residual sum of layer {number - 1} did not reach layer {number}",
+        detail=f"the contract {what}, and the hidden states handed to this layer are another tensor than the one the layer below returned",
+        hint=f"a hook that replaces hidden states, or a device map that moves them between layers, needs {instead}",
+    )
 
 
 class Truncated(torch.autograd.Function):

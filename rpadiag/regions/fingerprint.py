@@ -24,10 +24,11 @@ RARE = 1e-4  # level-two effects move at most about this share of elements
 MIN_REFUTING = 8  # elements that must speak against a contract before it counts as refuted
 ORDER_ROWS = 256  # vLLM's CUDA norms add in one order below this number of rows and in another from there on
 SCREEN_ROWS = 96  # rows of the first pass, which drops contracts that are far off
+PIECE_ROWS, PIECE_ELEMENTS = 8, 8192  # least size of a piece; smaller ones cost more in calls than they save
 STATUSES = ("determined", "not determined", "no known contract")
 LP_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
-Evaluate = Callable[[Contract, Tensor], Tensor]  # (contract, int64 row indices) -> output rows [R, C]
+Evaluate = Callable[[Contract], Tensor]  # contract -> output rows [R, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,15 +156,19 @@ class Fingerprint:
 class Search:
     """One region's question to :func:`identify`.
 
-    candidates: contracts to try. blind_spot: reason why an axis cannot be told on this data, or None.
+    candidates: contracts to try. at: int64 row indices -> what evaluates contracts on those rows; what they share is made
+    once. piecewise: a row has the same bits whatever rows are evaluated with it (a vector exponential has others at the
+    end of a tensor; so has a sum on a GPU, where no search goes piece by piece).
+    blind_spot: reason why an axis cannot be told on this data, or None.
     variants: level-two variants of a contract. cause: what rare mismatches are called if no variant explains them.
     min_rows: rows without which ``min_rows_axis`` is not told.
     """
 
     region: str
     candidates: Sequence[Contract]
-    evaluate: Evaluate
+    at: Callable[[Tensor], Evaluate]
     blind_spot: Callable[[str], str | None]
+    piecewise: bool = False
     variants: Callable[[Contract], Iterable[Contract]] = lambda _: ()
     cause: str = "reduction order"
     min_rows: int = 0
@@ -219,12 +224,12 @@ def identify(search: Search, out: Tensor) -> Fingerprint:
         "region": search.region, "dtype": dtype, "num_rows": rows, "num_elements": flat.numel(),
     }  # fmt: skip
     if best > limit:
-        expected = search.evaluate(ordered[0], torch.arange(rows)).reshape(rows, -1)
+        expected = search.at(torch.arange(rows))(ordered[0]).reshape(rows, -1)
         return Fingerprint(
             **base, status="no known contract", runner_up=ordered[0], runner_up_differing=best / flat.numel(),
             structure=describe_structure(expected, flat),
         )  # fmt: skip
-    refuting = max(MIN_REFUTING, 10 * best, limit if best else 0)
+    refuting = _refuting(best, limit)
     fitting = [c for c in ordered if counts[c] == best or counts[c] < refuting]
     exact = [c for c in fitting if counts[c] == best]
     others = [c for c in ordered if c not in fitting]
@@ -247,23 +252,58 @@ def identify(search: Search, out: Tensor) -> Fingerprint:
     )
 
 
+def _refuting(best: int, limit: float) -> float:
+    """Number of elements that refute a contract when the best one misses ``best``; one above ``limit`` counts as that."""
+    return max(MIN_REFUTING, 10 * min(best, limit), limit if best else 0)
+
+
 def _mismatches(search: Search, flat: Tensor) -> dict[Contract, int]:
     """Elements that differ, per contract still in the race: all rows for the near ones, a sample for the far ones."""
     rows = flat.shape[0]
     if rows <= 2 * SCREEN_ROWS:
-        return {c: _count(search, c, flat, torch.arange(rows)) for c in search.candidates}
+        return _race(search, search.candidates, flat)
     sample = torch.linspace(0, rows - 1, SCREEN_ROWS).long()
-    first = {c: _count(search, c, flat, sample) for c in search.candidates}
+    count = _counter(search, flat, sample)
+    first = {c: count(c) for c in search.candidates}
     scale = rows / SCREEN_ROWS
     near = sorted(first, key=lambda c: first[c])
     bar = max(first[near[0]] * 4, int(0.03 * sample.numel() * flat.shape[1]))
     kept = [c for i, c in enumerate(near) if i < 4 or first[c] <= bar]
-    return {c: _count(search, c, flat, torch.arange(rows)) if c in kept else int(first[c] * scale) for c in near}
+    exact = _race(search, kept, flat)
+    return {c: exact[c] if c in exact else int(first[c] * scale) for c in near}
 
 
-def _count(search: Search, contract: Contract, flat: Tensor, rows: Tensor) -> int:
-    expected = search.evaluate(contract, rows)
-    return num_mismatches(expected.reshape(rows.numel(), -1), flat[rows])
+def _race(search: Search, candidates: Sequence[Contract], flat: Tensor) -> dict[Contract, int]:
+    """Elements that differ, per contract. One that differs in more than the runner-up is counted no further than to there.
+
+    All run on a first piece of the rows. Those that lead there run on to the end until one of them is a sure runner-up, or
+    would be if a better one came; the others run on while they may still come before it.
+    """
+    rows, size = torch.arange(flat.shape[0]), flat.numel()
+    apart = search.piecewise and flat.device.type == "cpu"
+    num = max(1, min(len(rows) // PIECE_ROWS, size // PIECE_ELEMENTS)) if apart else 1
+    pieces = [_counter(search, flat, rows[k::num]) for k in range(num)]
+    counts = {c: pieces[0](c) for c in candidates}
+    finished: dict[Contract, int] = {}
+    bound = None
+    for c in sorted(counts, key=lambda c: counts[c]):
+        counts[c] = finished[c] = counts[c] + sum(piece(c) for piece in pieces[1:])
+        refuting = _refuting(min(finished.values()), RARE * size)
+        bound = min((n for n in finished.values() if n >= refuting), default=None)
+        if bound is not None:
+            break
+    while len(pieces) > 1 and bound is not None:
+        piece = pieces.pop()
+        for c in candidates:
+            if c not in finished and counts[c] <= bound:
+                counts[c] += piece(c)
+    return counts
+
+
+def _counter(search: Search, flat: Tensor, rows: Tensor) -> Callable[[Contract], int]:
+    """contract -> elements of these rows that differ."""
+    evaluate, part = search.at(rows), flat[rows]
+    return lambda contract: num_mismatches(evaluate(contract).reshape(part.shape), part)
 
 
 def _level_two(search: Search, contract: Contract, flat: Tensor, best: int) -> LevelTwo:
@@ -273,11 +313,11 @@ def _level_two(search: Search, contract: Contract, flat: Tensor, best: int) -> L
     ``ORDER_ROWS``, because an order of addition may depend on the number of rows.
     """
     rows = torch.arange(flat.shape[0])
-    expected = search.evaluate(contract, rows).reshape(flat.shape)
+    expected = search.at(rows)(contract).reshape(flat.shape)
     wrong = mismatches(expected, flat).any(dim=1)
     first = rows[torch.argsort(wrong.to(torch.int8), descending=True, stable=True)][: max(int(wrong.sum()), ORDER_ROWS)]
     for variant in search.variants(contract):
-        if _count(search, variant, flat, first) == 0 and _count(search, variant, flat, rows) == 0:
+        if _counter(search, flat, first)(variant) == 0 and _counter(search, flat, rows)(variant) == 0:
             changed = [a for a in contract.axes if getattr(variant, a.name) != getattr(contract, a.name)]
             cause = ", ".join(f"{a.name}={getattr(variant, a.name)}" for a in changed)
             return LevelTwo(cause=cause, num_differing=best, contract=variant)

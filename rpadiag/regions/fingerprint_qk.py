@@ -9,14 +9,25 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from rpadiag.contracts import Axis, QkRopeContract, RmsNormContract, RopeContract
+from rpadiag.contracts import Axis, Contract, QkRopeContract, RmsNormContract, RopeContract
 from rpadiag.regions import qk_norm
-from rpadiag.regions.fingerprint import Ambiguity, Fingerprint, Search, check_capture, identify, not_low_precision
+from rpadiag.regions.fingerprint import (
+    Ambiguity,
+    Evaluate,
+    Fingerprint,
+    Search,
+    check_capture,
+    identify,
+    not_low_precision,
+)
+from rpadiag.regions.fingerprint_rmsnorm import Norms
 from rpadiag.regions.fingerprint_rmsnorm import blind_spot as norm_blind_spot
+from rpadiag.regions.fingerprint_rope import Rotations, rope_table
 from rpadiag.regions.fingerprint_rope import blind_spot as rope_blind_spot
-from rpadiag.regions.fingerprint_rope import rope_table
+from rpadiag.regions.rounding import store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +52,25 @@ class Joint:
         if not axis:
             raise AttributeError(name)
         return str(getattr(getattr(self, part), axis))
+
+
+class NormsAndRotations:
+    """The bits of :func:`rpadiag.regions.qk_norm.reference` for one ``x`` [T, H, D] under many joint contracts."""
+
+    def __init__(self, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, eps: float) -> None:
+        self._norms, self._tables, self._lp = Norms(x, weight, eps=eps), (cos, sin), x.dtype
+        self._rotations: dict[tuple[QkRopeContract, RmsNormContract], Rotations] = {}
+
+    def __call__(self, contract: Contract) -> Tensor:
+        """Rotated normed x, lp."""
+        assert isinstance(contract, Joint)
+        key = (contract.mid, contract.norm)
+        if key not in self._rotations:
+            value = self._norms.unrounded(contract.norm)
+            if contract.mid.mid == "lp":
+                value = store(value, self._lp, contract.norm.store).to(torch.float32)
+            self._rotations[key] = Rotations(value, *self._tables, lp=self._lp)
+        return self._rotations[key](contract.rope)
 
 
 def joint_candidates(*, layout: str = "neox") -> Iterator[Joint]:
@@ -71,11 +101,12 @@ def fingerprint_qk_rope(
         return {r: replace(early, region=r) for r in ("qk_norm", "rmsnorm", "rope")}
     cos, sin = rope_table(positions, inv_freq, scale=scale)
 
-    def evaluate(joint: Joint, rows: Tensor) -> Tensor:
-        c, s = cos[rows][:, None, :], sin[rows][:, None, :]
-        return qk_norm.reference(
-            x[rows], weight, c, s, eps=eps, norm=joint.norm, rope=joint.rope, mid=joint.mid.mid
-        )  # fmt: skip
+    qk_norm.reference(
+        x[:1], weight, cos[:1, None], sin[:1, None], eps=eps, norm=RmsNormContract(), rope=RopeContract()
+    )  # may refuse
+
+    def at(rows: Tensor) -> Evaluate:
+        return NormsAndRotations(x[rows], weight, cos[rows, None], sin[rows, None], eps=eps)
 
     flat = x.reshape(-1, x.shape[-1])
 
@@ -88,7 +119,8 @@ def fingerprint_qk_rope(
     search = Search(
         region="qk_norm",
         candidates=list(joint_candidates(layout=layout)),  # type: ignore[arg-type]
-        evaluate=evaluate,  # type: ignore[arg-type]
+        at=at,
+        piecewise=True,
         blind_spot=blind,
     )
     found = identify(search, out)

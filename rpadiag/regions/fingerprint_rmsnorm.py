@@ -12,6 +12,7 @@ from rpadiag.errors import UsageError
 from rpadiag.regions import rmsnorm
 from rpadiag.regions.fingerprint import (
     MIN_ROWS,
+    Evaluate,
     Fingerprint,
     Search,
     check_capture,
@@ -20,6 +21,7 @@ from rpadiag.regions.fingerprint import (
     is_power_of_two,
     not_low_precision,
 )
+from rpadiag.regions.rounding import store
 
 
 def fingerprint_rmsnorm(
@@ -41,17 +43,16 @@ def fingerprint_rmsnorm(
     if (early := not_low_precision("rmsnorm", out, dtype)) is not None:
         return early
 
-    def evaluate(contract: Contract, rows: Tensor) -> Tensor:
-        assert isinstance(contract, RmsNormContract)
-        r = None if residual is None else residual[rows]
-        w = None if contract.weight == "none" else weight
-        y = rmsnorm.reference(x[rows], w, eps=eps, contract=contract, residual=r)
-        return y[0] if isinstance(y, tuple) else y
+    rmsnorm.check_inputs(x, weight, residual, RmsNormContract(weight="none" if weight is None else "w"))
+
+    def at(rows: Tensor) -> Evaluate:
+        return Norms(x[rows], weight, eps=eps, residual=None if residual is None else residual[rows])
 
     search = Search(
         region="rmsnorm",
         candidates=list(candidates(has_weight=weight is not None, has_residual=residual is not None)),
-        evaluate=evaluate,
+        at=at,
+        piecewise=True,
         blind_spot=lambda axis: blind_spot(axis, x=x, weight=weight, residual=residual),
         variants=level_two_variants,
         cause="reduction order of the mean, or one ULP of rstd",
@@ -59,6 +60,30 @@ def fingerprint_rmsnorm(
         min_rows_axis="variance",
     )
     return identify(search, out)
+
+
+class Norms:
+    """The bits of :func:`rpadiag.regions.rmsnorm.reference` for one ``x`` [..., C] under many contracts."""
+
+    def __init__(self, x: Tensor, weight: Tensor | None, *, eps: float, residual: Tensor | None = None) -> None:
+        self._x, self._weight, self._eps, self._residual = x, weight, eps, residual
+        self._inner: dict[tuple[str, ...], rmsnorm.Intermediates] = {}
+
+    def __call__(self, contract: Contract) -> Tensor:
+        """Output, lp."""
+        return store(self.unrounded(contract), self._x.dtype, contract.store)
+
+    def unrounded(self, contract: Contract) -> Tensor:
+        """Output before it is rounded, float32."""
+        assert isinstance(contract, RmsNormContract)
+        key = tuple(getattr(contract, axis) for axis in _INNER)
+        if key not in self._inner:
+            self._inner[key] = rmsnorm.intermediates(self._x, self._residual, self._eps, contract)
+        weight = None if contract.weight == "none" else self._weight
+        return rmsnorm.unrounded_output(self._inner[key], weight, self._x.dtype, contract)
+
+
+_INNER = ("sum", "variance", "rstd", "store", "root", "mean", "reduction")  # axes that the intermediates read
 
 
 def candidates(*, has_weight: bool, has_residual: bool) -> Iterable[RmsNormContract]:

@@ -12,12 +12,14 @@ from rpadiag.contracts import Contract, RopeContract
 from rpadiag.errors import UsageError
 from rpadiag.regions import rope
 from rpadiag.regions.fingerprint import (
+    Evaluate,
     Fingerprint,
     Search,
     check_capture,
     identify,
     not_low_precision,
 )
+from rpadiag.regions.rounding import store
 
 
 def rope_table(positions: Tensor, inv_freq: Tensor, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -61,16 +63,19 @@ def fingerprint_rope(
         rounded_table = bool(
             (cos == cos.to(x.dtype).to(cos.dtype)).all() and (sin == sin.to(x.dtype).to(sin.dtype)).all()
         )
-    table_cos, table_sin = cos.float(), sin.float()
+    table_cos, table_sin = (t.float()[:, None, :] for t in (cos, sin))
+    rope.reference(
+        x[:1], table_cos[:1, 0], table_sin[:1, 0], contract=RopeContract(), rotary_dim=rotary_dim
+    )  # may refuse
 
-    def evaluate(contract: Contract, rows: Tensor) -> Tensor:
-        assert isinstance(contract, RopeContract)
-        return rope.reference(x[rows], table_cos[rows], table_sin[rows], contract=contract, rotary_dim=rotary_dim)
+    def at(rows: Tensor) -> Evaluate:
+        return Rotations(x[rows], table_cos[rows], table_sin[rows], lp=x.dtype)
 
     search = Search(
         region="rope",
         candidates=list(RopeContract.space()),
-        evaluate=evaluate,
+        at=at,
+        piecewise=True,
         blind_spot=lambda axis: blind_spot(axis, x=x, positions=positions, rounded_table=rounded_table),
         variants=level_two_variants,
         cause="float32 fused multiply-add, or the last bit of cos and sin",
@@ -79,6 +84,38 @@ def fingerprint_rope(
     if found.status != "no known contract" and not positions.any():
         return replace(found, status="not determined", reasons=(*found.reasons, _POSITION_ZERO))
     return found
+
+
+class Rotations:
+    """The bits of :func:`rpadiag.regions.rope.rotate_values` for one ``x`` [..., D] under many contracts.
+
+    Half of the outputs, the first or the second members of all pairs, is what several contracts share.
+    """
+
+    def __init__(self, x: Tensor, cos: Tensor, sin: Tensor, *, lp: torch.dtype) -> None:
+        self._x, self._cos, self._sin, self._lp = x, cos, sin, lp
+        self._unrounded: dict[tuple[int | str, ...], Tensor] = {}
+        self._stored: dict[tuple[int | str, ...], Tensor] = {}
+
+    def __call__(self, contract: Contract) -> Tensor:
+        """Rotated x, lp."""
+        assert isinstance(contract, RopeContract)
+        rest = self._x[..., 2 * self._cos.shape[-1] :].to(torch.float32)
+        halves = (self._half(which, contract) for which in (0, 1))
+        return rope.join(*halves, store(rest, self._lp, contract.store), contract.layout)
+
+    def _half(self, which: int, contract: RopeContract) -> Tensor:
+        fused = rope.fused_products(contract)[which]
+        key = (which, fused, contract.cache, contract.products, contract.layout)
+        if key not in self._unrounded:
+            c, s = rope.tables(self._cos, self._sin, self._lp, contract)
+            x1, x2, _ = rope.split(self._x, c.shape[-1], contract.layout)
+            a, b = (x1, -x2) if which == 0 else (x2, x1)
+            self._unrounded[key] = rope.sum_of_products(a, c, b, s, self._lp, contract.products, fused)
+        stored = (*key, contract.store)
+        if stored not in self._stored:
+            self._stored[stored] = store(self._unrounded[key], self._lp, contract.store)
+        return self._stored[stored]
 
 
 _POSITION_ZERO = "every token is at position 0, where every contract is the identity"

@@ -9,6 +9,7 @@ from torch import Tensor
 from rpadiag.contracts import Contract, SwigluContract
 from rpadiag.errors import UsageError
 from rpadiag.regions.fingerprint import (
+    Evaluate,
     Fingerprint,
     Search,
     check_capture,
@@ -29,14 +30,14 @@ def fingerprint_swiglu(gate: Tensor, up: Tensor, out: Tensor) -> Fingerprint:
     if (early := not_low_precision("swiglu", out, dtype)) is not None:
         return early
 
-    def evaluate(contract: Contract, rows: Tensor) -> Tensor:
-        assert isinstance(contract, SwigluContract)
-        return reference(gate[rows], up[rows], contract=contract)
+    def at(rows: Tensor) -> Evaluate:
+        g, u = gate[rows], up[rows]
+        return lambda contract: reference(g, u, contract=contract)  # type: ignore[arg-type]
 
     search = Search(
         region="swiglu",
         candidates=list(SwigluContract.space()),
-        evaluate=evaluate,
+        at=at,
         blind_spot=lambda axis: blind_spot(axis, gate=gate, up=up),
         variants=level_two_variants,
         cause="flavour of the exponential or the reciprocal",

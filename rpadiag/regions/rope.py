@@ -8,7 +8,7 @@ from torch import Tensor
 from rpadiag.contracts import RopeContract
 from rpadiag.errors import InputError
 from rpadiag.regions.presets import known_contracts
-from rpadiag.regions.rounding import LP_DTYPES, fma, fma_lp, store, to_lp
+from rpadiag.regions.rounding import LP_DTYPES, fma, fma_before_lp, store, to_lp
 
 # --- sites spanned -------------------------------------------------------------------------------------------------
 
@@ -45,12 +45,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, contract: RopeContract) -> Te
 
 def rotate_values(x: Tensor, cos: Tensor, sin: Tensor, *, lp: torch.dtype, contract: RopeContract) -> Tensor:
     """:func:`rotate` of values that may be float32 while the output is lp."""
-    c, s = _tables(cos, sin, lp, contract)
-    x1, x2, rest = _split(x, c.shape[-1], contract.layout)
-    fused = contract.fused if contract.products == "lp-fma" else contract.fma
-    o1 = _pair(x1, c, -x2, s, lp, contract.products, fused[0], contract.store)
-    o2 = _pair(x2, c, x1, s, lp, contract.products, fused[1], contract.store)
-    return _join(o1, o2, store(rest.to(torch.float32), lp, contract.store), contract.layout)
+    c, s = tables(cos, sin, lp, contract)
+    x1, x2, rest = split(x, c.shape[-1], contract.layout)
+    fused = fused_products(contract)
+    o1 = store(sum_of_products(x1, c, -x2, s, lp, contract.products, fused[0]), lp, contract.store)
+    o2 = store(sum_of_products(x2, c, x1, s, lp, contract.products, fused[1]), lp, contract.store)
+    return join(o1, o2, store(rest.to(torch.float32), lp, contract.store), contract.layout)
 
 
 def rotate_backward(
@@ -60,36 +60,39 @@ def rotate_backward(
     grad_products says, in dtype ``out`` (that of ``grad`` by default). For products=lp these are the operations of
     autograd on transformers' function."""
     lp = grad.dtype if out is None else out
-    c, s = _tables(cos, sin, grad.dtype, contract)
-    g1, g2, rest = _split(grad, c.shape[-1], contract.layout)
+    c, s = tables(cos, sin, grad.dtype, contract)
+    g1, g2, rest = split(grad, c.shape[-1], contract.layout)
     fused = contract.grad_fused if contract.grad_products == "lp-fma" else "--"
-    d1 = _pair(g1, c, g2, s, lp, contract.grad_products, fused[0], "rne")
-    d2 = _pair(g2, c, -g1, s, lp, contract.grad_products, fused[1], "rne")
-    return _join(d1, d2, rest.to(lp), contract.layout)
+    d1 = sum_of_products(g1, c, g2, s, lp, contract.grad_products, fused[0]).to(lp)
+    d2 = sum_of_products(g2, c, -g1, s, lp, contract.grad_products, fused[1]).to(lp)
+    return join(d1, d2, rest.to(lp), contract.layout)
 
 
-def _tables(cos: Tensor, sin: Tensor, lp: torch.dtype, contract: RopeContract) -> tuple[Tensor, Tensor]:
+def tables(cos: Tensor, sin: Tensor, lp: torch.dtype, contract: RopeContract) -> tuple[Tensor, Tensor]:
     """float32 tables under the cache axis."""
     c, s = cos.to(torch.float32), sin.to(torch.float32)
     return (to_lp(c, lp), to_lp(s, lp)) if contract.cache == "lp" else (c, s)
 
 
-def _pair(a: Tensor, c: Tensor, b: Tensor, s: Tensor, lp: torch.dtype, products: str, fused: str, mode: str) -> Tensor:
-    """``a*c + b*s`` of float32 tensors as one output in lp; ``fused`` names the product that is not rounded first."""
+def fused_products(contract: RopeContract) -> str:
+    """The product of each output that is not rounded before the sum."""
+    return contract.fused if contract.products == "lp-fma" else contract.fma
+
+
+def sum_of_products(a: Tensor, c: Tensor, b: Tensor, s: Tensor, lp: torch.dtype, products: str, fused: str) -> Tensor:
+    """The float32 value of ``a*c + b*s`` that is stored; ``fused`` names the product that is not rounded first."""
     if products == "lp":
-        return store(to_lp(a * c, lp) + to_lp(b * s, lp), lp, mode)
+        return to_lp(a * c, lp) + to_lp(b * s, lp)
     if products == "lp-fma":
-        if fused == "c":
-            return fma_lp(a, c, to_lp(b * s, lp), lp, mode)
-        return fma_lp(b, s, to_lp(a * c, lp), lp, mode)
+        return fma_before_lp(a, c, to_lp(b * s, lp), lp) if fused == "c" else fma_before_lp(b, s, to_lp(a * c, lp), lp)
     if fused == "c":
-        return store(fma(a, c, b * s), lp, mode)
+        return fma(a, c, b * s)
     if fused == "s":
-        return store(fma(b, s, a * c), lp, mode)
-    return store(a * c + b * s, lp, mode)
+        return fma(b, s, a * c)
+    return a * c + b * s
 
 
-def _split(x: Tensor, half: int, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+def split(x: Tensor, half: int, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     """float32 first and second members of each pair, and the lp columns that pass through."""
     turned = x[..., : 2 * half].to(torch.float32)
     rest = x[..., 2 * half :]
@@ -98,7 +101,7 @@ def _split(x: Tensor, half: int, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     return turned[..., 0::2], turned[..., 1::2], rest
 
 
-def _join(o1: Tensor, o2: Tensor, rest: Tensor, layout: str) -> Tensor:
+def join(o1: Tensor, o2: Tensor, rest: Tensor, layout: str) -> Tensor:
     if layout == "neox":
         return torch.cat((o1, o2, rest), dim=-1)
     return torch.cat((torch.stack((o1, o2), dim=-1).flatten(-2), rest), dim=-1)

@@ -44,10 +44,13 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 def fma_lp(a: Tensor, b: Tensor, c: Tensor, lp: torch.dtype, mode: str = "rne") -> Tensor:
     """``a * b + c`` of float32 tensors rounded once to lp, as fma.rn.bf16 does for lp operands. Returns lp."""
+    return store(fma_before_lp(a, b, c, lp), lp, mode)
+
+
+def fma_before_lp(a: Tensor, b: Tensor, c: Tensor, lp: torch.dtype) -> Tensor:
+    """float32 whose rounding to lp, in either mode, is the one rounding of the exact ``a * b + c``."""
     total, lost = _exact_fma(a, b, c)
-    if lp == torch.float32:
-        return odd_to_fp32(total, lost)
-    return store(_fp64_to_odd_fp32(_round_odd(total, lost)), lp, mode)
+    return odd_to_fp32(total, lost) if lp == torch.float32 else _fp64_to_odd_fp32(_round_odd(total, lost))
 
 
 def _exact_fma(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:

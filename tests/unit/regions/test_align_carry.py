@@ -13,7 +13,7 @@ from aligned_models import IDS, LAYERS, assert_same, differs, make_model, step
 from torch import Tensor
 
 import rpadiag
-from rpadiag.errors import UsageError
+from rpadiag.errors import InputError, UsageError
 from rpadiag.regions.presets import PRESETS, Preset, load_preset
 
 ONLY_NORMS = ("rmsnorm",)
@@ -130,6 +130,15 @@ def test_a_carry_is_refused_where_it_has_no_meaning() -> None:
     rounded = dataclasses.replace(PRESETS["vllm-eager"], carry="layer")
     with pytest.raises(UsageError, match="that read unrounded sums"):
         rpadiag.align(make_model("llama"), contract=rounded)
+
+
+def test_a_hook_that_replaces_hidden_states_is_an_error_and_no_other_result() -> None:
+    model = make_model("llama")
+    model.model.layers[1].register_forward_hook(lambda module, inputs, output: output * 1)
+    with rpadiag.align(model, contract=carrying("stream")):
+        with pytest.raises(InputError, match="residual sum of layer 1 did not reach layer 2") as caught:
+            model(input_ids=IDS)
+        assert "carry=lp" in str(caught.value)
 
 
 def test_a_file_keeps_the_carry_and_an_unknown_one_is_refused(tmp_path: Path) -> None:
