@@ -63,7 +63,7 @@ def fingerprint(
         typer.Option(
             "--mode",
             metavar="|".join(MODES),
-            help="How vLLM runs: compiled shows too little.  [default: as the run did; of a model eager]",
+            help="How vLLM runs: compiled shows attention alone.  [default: as the run did; of a model eager]",
             show_default=False,
         ),
     ] = None,

@@ -44,6 +44,8 @@ class FingerprintResult:
 def run_fingerprint(options: FingerprintOptions, progress: Progress = SILENT) -> FingerprintResult:
     """Fingerprint what the options name; write the file to ``output``, or into the run or bundle directory."""
     from rpadiag.regions.fingerprint_file import file_content, summarise
+    from rpadiag.regions.presets import PRESETS
+    from rpadiag.workflows.fingerprint_blocks import block_findings, can_tell, fingerprint_blocks
     from rpadiag.workflows.fingerprint_sites import Captured, captured_from, fingerprint_sites, weights_of
 
     _check_writable(options.output)
@@ -55,8 +57,21 @@ def run_fingerprint(options: FingerprintOptions, progress: Progress = SILENT) ->
         weights = weights_of(source.trainer.model, facts)
         with progress.stage("fingerprint layers", facts.num_layers) as stage:
             found = fingerprint_sites(captured, weights, facts, options.regions, stage.advance)
+        unseen, blocks = [r for r in options.regions if r not in found.found], None
+        if unseen and can_tell(source.trainer, source.bundle):
+            with progress.stage("fingerprint whole layers"):
+                blocks = fingerprint_blocks(source.trainer, source.bundle)
     summaries = {r: summarise(r, group, plain=found.plain) for r, group in found.found.items() if r in options.regions}
+    findings = list(_findings(summaries, found, source.label))
+    if blocks is not None:
+        findings = [*block_findings(blocks, unseen, source.label), *(f for f in findings if f.region not in unseen)]
+        summaries |= {r: blocks.summary(r) for r in unseen}
     content = file_content(summaries, found.sites, source=source.facts)
+    if blocks is not None:
+        content |= {"blocks": blocks.to_dict()}
+    if blocks is not None and blocks.carry is not None:
+        alike = [name for name in content["presets"] if PRESETS[name].carry == blocks.carry]
+        content |= {"carry": blocks.carry, "presets": alike}
     target = options.output or source.directory
     path = None
     if target is not None:
@@ -68,7 +83,7 @@ def run_fingerprint(options: FingerprintOptions, progress: Progress = SILENT) ->
                 f"cannot write {path}: {error.strerror or error}",
                 hint="free some space, or write elsewhere with --output",
             ) from error
-    return FingerprintResult(findings=tuple(_findings(summaries, found, source.label)), content=content, path=path)
+    return FingerprintResult(findings=tuple(findings), content=content, path=path)
 
 
 def _check_writable(output: Path | None) -> None:

@@ -291,14 +291,16 @@ def _capture_rollout(
     sites: list[str], directory: Path, advance: Any,
 ) -> Bundle:  # fmt: skip
     from rpadiag.engines.bundle import open_bundle
+    from rpadiag.workflows.fingerprint_blocks import block_sites
 
     longest = max(len(s.token_ids) for s in sequences)
     with _rollout(options, stacks, inputs, longest, directory.parent / "vllm.log") as engine:
         _check_weights("rollout", engine.weight_digests(), stacks, inputs.model)
         shown = getattr(engine, "sites", engine.facts.sites)  # a compiled model shows attention alone
+        wanted = {*sites, *(() if stacks.mode == "eager" else block_sites(inputs.facts.num_layers))}
         engine.score(
             sequences,
-            sites=[site for site in sites if site in shown],
+            sites=[site for site in shown if site in wanted],
             bundle_dir=directory,
             on_finished=lambda _: advance(),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from tiny import HEAD_DIM, HEADS, KV_HEADS, token_ids
 
+from rpadiag.contracts import contract_from_dict
 from rpadiag.engines.base import TokenSequence
 from rpadiag.engines.bundle import BundleCapture, open_bundle
 from rpadiag.engines.merged import merged_projections
@@ -19,8 +21,11 @@ from rpadiag.engines.trainer import TrainerEngine
 from rpadiag.engines.vllm import VllmEngine
 from rpadiag.errors import CaptureError
 from rpadiag.regions.align import align
-from rpadiag.regions.presets import PRESETS, Preset
+from rpadiag.regions.fingerprint_file import level_one
+from rpadiag.regions.presets import PRESETS, Preset, load_preset
 from rpadiag.sites import split_site
+from rpadiag.workflows.fingerprint import run_fingerprint
+from rpadiag.workflows.options import FingerprintOptions
 
 SEQUENCES = [TokenSequence(prompt=n, token_ids=tuple(token_ids(n, seed=n)), num_prompt_tokens=n) for n in (37, 5)]
 
@@ -75,6 +80,26 @@ def test_the_compiled_residual_stream_is_never_rounded_and_an_aligned_trainer_ca
     for site in ("layers.1.v", "layers.1.q_rope", "layers.1.k_rope"):
         assert found["lp"][site] > 0.05 and found["layer"][site] == 0.0, site
     assert found["lp"]["final_norm"] > 0.2 and found["layer"]["final_norm"] > 0.2
+
+
+@pytest.mark.vllm
+def test_the_fingerprint_of_a_compiled_engine_names_its_contracts_and_align_follows_the_file(
+    compiled: VllmEngine, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    sites = [s for s in compiled.sites if s != "logprob"]
+    compiled.score(SEQUENCES, sites=sites, bundle_dir=tmp_path / "b")
+    result = run_fingerprint(FingerprintOptions(target=str(tmp_path / "b"), output=tmp_path / "contract.json"))
+    expected = PRESETS["vllm-cpu-compiled"]
+    for region in ("rope", "swiglu", "rmsnorm"):
+        found = contract_from_dict({**result.content["regions"][region], "region": region})
+        assert level_one(found) == level_one(expected.regions[region])
+    assert "carry" not in result.content  # two layers cannot tell how far a sum is carried
+    assert result.content["blocks"]["exact_rows"]["layers.1.v"] == 1.0
+    content = json.loads((tmp_path / "contract.json").read_text(encoding="utf-8")) | {"carry": "stream"}
+    (tmp_path / "contract.json").write_text(json.dumps(content), encoding="utf-8")
+    preset = load_preset(tmp_path / "contract.json")
+    shares = differing(TrainerEngine.load(tiny("llama")), open_bundle(tmp_path / "b").capture(0), preset)
+    assert set(shares.values()) == {0.0}
 
 
 def differing(trainer: TrainerEngine, capture: BundleCapture, preset: Preset) -> dict[str, float]:
