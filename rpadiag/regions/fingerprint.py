@@ -303,7 +303,9 @@ def _race(search: Search, candidates: Sequence[Contract], flat: Tensor) -> dict[
 def _counter(search: Search, flat: Tensor, rows: Tensor) -> Callable[[Contract], int]:
     """contract -> elements of these rows that differ."""
     evaluate, part = search.at(rows), flat[rows]
-    return lambda contract: num_mismatches(evaluate(contract).reshape(part.shape), part)
+    if bool(part.isnan().any()):
+        return lambda contract: num_mismatches(evaluate(contract).reshape(part.shape), part)
+    return lambda contract: int(torch.count_nonzero(evaluate(contract).reshape(part.shape) != part))
 
 
 def _level_two(search: Search, contract: Contract, flat: Tensor, best: int) -> LevelTwo:

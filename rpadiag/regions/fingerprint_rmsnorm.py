@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -50,7 +52,7 @@ def fingerprint_rmsnorm(
 
     search = Search(
         region="rmsnorm",
-        candidates=list(candidates(has_weight=weight is not None, has_residual=residual is not None)),
+        candidates=candidates(has_weight=weight is not None, has_residual=residual is not None),
         at=at,
         piecewise=True,
         blind_spot=lambda axis: blind_spot(axis, x=x, weight=weight, residual=residual),
@@ -71,23 +73,28 @@ class Norms:
 
     def __call__(self, contract: Contract) -> Tensor:
         """Output, lp."""
+        assert isinstance(contract, RmsNormContract)
         return store(self.unrounded(contract), self._x.dtype, contract.store)
 
-    def unrounded(self, contract: Contract) -> Tensor:
+    def unrounded(self, contract: RmsNormContract) -> Tensor:
         """Output before it is rounded, float32."""
-        assert isinstance(contract, RmsNormContract)
-        key = tuple(getattr(contract, axis) for axis in _INNER)
+        key = _inner_axes(contract)
         if key not in self._inner:
             self._inner[key] = rmsnorm.intermediates(self._x, self._residual, self._eps, contract)
         weight = None if contract.weight == "none" else self._weight
         return rmsnorm.unrounded_output(self._inner[key], weight, self._x.dtype, contract)
 
 
-_INNER = ("sum", "variance", "rstd", "store", "root", "mean", "reduction")  # axes that the intermediates read
+_inner_axes = attrgetter("sum", "variance", "rstd", "store", "root", "mean", "reduction")  # what intermediates read
 
 
-def candidates(*, has_weight: bool, has_residual: bool) -> Iterable[RmsNormContract]:
+@functools.cache
+def candidates(*, has_weight: bool, has_residual: bool) -> tuple[RmsNormContract, ...]:
     """Level-one contracts, less the axes that are empty by construction: no residual, no weight."""
+    return tuple(_candidates(has_weight=has_weight, has_residual=has_residual))
+
+
+def _candidates(*, has_weight: bool, has_residual: bool) -> Iterator[RmsNormContract]:
     space = RmsNormContract.space() if has_residual else RmsNormContract.space(sum="lp", variance="rounded")
     for contract in space:
         if contract.weight != "none" and has_weight:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -73,7 +74,7 @@ def fingerprint_rope(
 
     search = Search(
         region="rope",
-        candidates=list(RopeContract.space()),
+        candidates=candidates(),
         at=at,
         piecewise=True,
         blind_spot=lambda axis: blind_spot(axis, x=x, positions=positions, rounded_table=rounded_table),
@@ -101,8 +102,8 @@ class Rotations:
         """Rotated x, lp."""
         assert isinstance(contract, RopeContract)
         rest = self._x[..., 2 * self._cos.shape[-1] :].to(torch.float32)
-        halves = (self._half(which, contract) for which in (0, 1))
-        return rope.join(*halves, store(rest, self._lp, contract.store), contract.layout)
+        first, second = self._half(0, contract), self._half(1, contract)
+        return rope.join(first, second, store(rest, self._lp, contract.store), contract.layout)
 
     def _half(self, which: int, contract: RopeContract) -> Tensor:
         fused = rope.fused_products(contract)[which]
@@ -119,6 +120,12 @@ class Rotations:
 
 
 _POSITION_ZERO = "every token is at position 0, where every contract is the identity"
+
+
+@functools.cache
+def candidates() -> tuple[RopeContract, ...]:
+    """Level-one contracts."""
+    return tuple(RopeContract.space())
 
 
 def level_two_variants(contract: Contract) -> Iterable[Contract]:
