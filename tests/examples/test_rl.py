@@ -107,8 +107,9 @@ def test_contract_of_the_engine_follows_device_and_mode_or_a_fingerprint() -> No
     assert arms.contract_of(engine, device="cuda", mode="compiled") == "vllm-compiled"
     assert arms.contract_of(engine, device="cuda", mode="eager", given="contract.json") == "contract.json"
     assert arms.contract_of(arms.ARMS["rope"], device="cuda", mode="eager", given="contract.json") == "fp32-output"
-    with pytest.raises(SystemExit, match="no contract is known for vLLM compiled on cpu"):
-        arms.contract_of(engine, device="cpu", mode="compiled")
+    assert arms.contract_of(engine, device="cpu", mode="compiled") == "vllm-cpu-compiled"
+    with pytest.raises(SystemExit, match="no contract is known for vLLM eager on xpu"):
+        arms.contract_of(engine, device="xpu", mode="eager")
 
 
 def test_a_regime_is_a_preset_with_named_overrides() -> None:
@@ -120,7 +121,7 @@ def test_a_regime_is_a_preset_with_named_overrides() -> None:
         regime.regime_of("calm", ["rounds=many"])
     with pytest.raises(SystemExit, match="one of calm, harsh, micro"):
         regime.regime_of("mild")
-    with pytest.raises(SystemExit, match="do not divide"):
+    with pytest.raises(SystemExit, match=r"do not divide .*\nhint: --set num_minibatches to a divisor of 128"):
         regime.regime_of("calm", ["num_minibatches=3"])
 
 
@@ -279,6 +280,14 @@ def test_table_of_another_schema_is_refused(tmp_path: Path) -> None:
         table.read_table(tmp_path / "steps.parquet")
 
 
+def test_columns_of_nulls_are_empty_cells_and_no_cost_is_divided_by_nothing() -> None:
+    gone = dict.fromkeys(("k3_kl", "ess", "systematic_sq", "chaotic_sq"))
+    still = dict.fromkeys(figure.COST, 0.0)
+    runs = figure.runs_of([row(arm, n, **gone, **still) for arm in ("bf16", "fp32") for n in range(12)])
+    assert figure.markdown(runs).splitlines()[-1].endswith("| 0 of 1 |  |  |  |  |  |")
+    assert "nan" not in figure.svg(runs)
+
+
 def test_figure_counts_collapses_and_pairs_costs(tmp_path: Path) -> None:
     steps = written(tmp_path / "steps.parquet")
     command = [sys.executable, str(EXAMPLE / "figure.py"), str(steps), "--svg", str(tmp_path / "curves.svg")]
@@ -346,6 +355,7 @@ def test_a_run_that_fails_stops_no_other_and_is_named_in_the_end(tmp_path: Path)
     assert ends["qwen3-micro-fp16-s0"]["status"] == "complete"
     failed = ends["qwen3-micro-nothing-s0"]
     assert failed["status"] == "failed" and failed["code"] == 1
+    assert failed["log"].startswith("error: unknown arm 'nothing'; hint: one of bf16")
 
 
 def test_runs_that_start_at_once_meet_at_ports_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
