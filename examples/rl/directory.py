@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from table import read_table
+
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
@@ -53,6 +55,14 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise SystemExit(f"error: {path} is not what this example writes\nhint: delete it, or choose another --out")
     return found
+
+
+def rows_at(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """As read_table. Raises SystemExit for a table that cannot be read or has another schema version."""
+    try:
+        return read_table(path)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}\nhint: delete its directory, or choose another --out") from None
 
 
 def step_of(path: Path) -> int:

@@ -24,11 +24,11 @@ from typing import Any
 
 from arguments import check_contract, check_limits, check_seed
 from arms import ARMS, CONTROLS, ENGINE, arm_of
-from directory import Spec, check_identity, read_json
+from directory import Spec, check_identity, read_json, rows_at
 from engine import MODES
 from models import NAMES, RECIPES, recipe_of
 from regime import regime_of
-from table import read_table, write_table
+from table import write_table
 
 HERE = Path(__file__).parent
 START_S = 45.0  # from the start of a process to its first round, where nothing was measured yet
@@ -81,7 +81,7 @@ def _seconds_a_round(run: Run) -> float:
     path = run.directory / "steps.parquet"
     if not path.exists():
         return ROUND_S
-    rows, _ = read_table(path)
+    rows, _ = rows_at(path)
     parts = ("seconds_generate", "seconds_sync", "seconds_train", "seconds_measure")
     return sum(row[p] for row in rows for p in parts) / len(rows) if rows else ROUND_S
 
@@ -109,7 +109,8 @@ class Sweep:
                 while waiting and len(running) < self.processes and left > START_S / 2 + MARGIN_S:
                     running.append(self._start(waiting.pop(0), left - MARGIN_S))
                 if not running:
-                    say(f"no time is left to start {len(waiting)} runs; the same command goes on")
+                    if waiting:
+                        say(f"no time is left to start {len(waiting)} runs; the same command goes on")
                     break
                 time.sleep(0.2)
         finally:
@@ -171,7 +172,7 @@ def merge(runs: Sequence[Run], out: Path) -> int:
     for run in runs:
         path = run.directory / "steps.parquet"
         if path.exists():
-            found, told = read_table(path)
+            found, told = rows_at(path)
             rows += found
             about["runs"][run.name] = {k: v for k, v in told.items() if k != "schema_version"} | {"end": run.status()}
     write_table(out / "steps.parquet", rows, about)
@@ -231,6 +232,8 @@ def checked_runs(given: argparse.Namespace) -> list[Run]:
             contract=given.contract,
         )  # fmt: skip
         check_identity(spec, run.directory)
+        if (run.directory / "steps.parquet").exists():
+            rows_at(run.directory / "steps.parquet")
     return runs
 
 

@@ -34,11 +34,11 @@ from typing import Any
 
 from arguments import check_contract, check_limits, check_seed, said_by
 from arms import ARMS, CONTROLS, arm_of, contract_of
-from directory import Spec, alone_in, check_identity, drop_runs_after, step_of
+from directory import Spec, alone_in, check_identity, drop_runs_after, rows_at, step_of
 from engine import MODES, engine_arguments, own_rendezvous, seeded_engine
 from models import NAMES, SMOLLM2, ensure, task_of
 from regime import regime_of
-from table import read_table, write_table
+from table import write_table
 from tasks import problems, rewards
 
 
@@ -64,7 +64,7 @@ def _run(
     trainer, about = make_trainer(spec, out, cache=cache)
     trainer.add_callback(_stopper(trainer, out, about, deadline, stop_after))
     if checkpoint is not None:
-        trainer.rows, _ = read_table(checkpoint / "steps.parquet")
+        trainer.rows, _ = rows_at(checkpoint / "steps.parquet")
     _write_json(out / "status.json", {"status": "started", "rounds": len(trainer.rows)})
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     write_table(out / "steps.parquet", trainer.rows, about)

@@ -368,7 +368,10 @@ def test_runs_that_start_at_once_meet_at_ports_of_their_own(monkeypatch: pytest.
     assert os.environ["MASTER_PORT"] == port != "29500" and port != engine.own_rendezvous()["MASTER_PORT"]
 
 
-def test_sweep_without_enough_time_starts_nothing(tmp_path: Path) -> None:
+def test_sweep_without_enough_time_starts_nothing_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     runs = sweep.plan(["qwen3-micro"], ["bf16"], [0], tmp_path)
     sweep.Sweep(runs, processes=2, deadline=sweep.time.monotonic() + 5, arguments=[]).work()
     assert runs[0].status() == {"status": "planned", "rounds": 0}
+    assert "no time is left to start 1 runs" in capsys.readouterr().err

@@ -121,9 +121,11 @@ def test_sweep_refuses_a_directory_with_rounds_of_another_run_but_not_one_that_c
     other = directory.Spec(model="qwen3-micro", arm="bf16", seed=0, preset="calm")
     (run / "run.json").write_text(json.dumps(other.to_dict()), encoding="utf-8")
     assert [r.name for r in sweep.checked_runs(asked(out=tmp_path))] == [run.name]
-    table.write_table(run / "steps.parquet", [], {})
+    (run / "steps.parquet").write_text("cut short", encoding="utf-8")
     with pytest.raises(SystemExit, match=r"holds another run\n.*'preset': .'calm', 'micro'"):
         sweep.checked_runs(asked(out=tmp_path))
+    with pytest.raises(SystemExit, match=r"steps.parquet cannot be read: .*\nhint: delete its directory"):
+        sweep.checked_runs(asked(out=tmp_path, preset="calm"))
 
 
 def test_one_process_at_a_time_trains_in_a_directory(tmp_path: Path) -> None:
