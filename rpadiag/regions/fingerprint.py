@@ -24,7 +24,9 @@ RARE = 1e-4  # level-two effects move at most about this share of elements
 MIN_REFUTING = 8  # elements that must speak against a contract before it counts as refuted
 ORDER_ROWS = 256  # vLLM's CUDA norms add in one order below this number of rows and in another from there on
 SCREEN_ROWS = 96  # rows of the first pass, which drops contracts that are far off
-PIECE_ROWS, PIECE_ELEMENTS = 8, 8192  # least size of a piece; smaller ones cost more in calls than they save
+NUM_KEPT = 4  # contracts that it never drops
+PIECE_ROWS, PIECE_ELEMENTS = 8, 8192  # least size of a piece: smaller ones cost more in calls than they save
+MAX_PIECES = 6
 STATUSES = ("determined", "not determined", "no known contract")
 LP_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -260,36 +262,51 @@ def _refuting(best: int, limit: float) -> float:
 def _mismatches(search: Search, flat: Tensor) -> dict[Contract, int]:
     """Elements that differ, per contract still in the race: all rows for the near ones, a sample for the far ones."""
     rows = flat.shape[0]
+    limit = RARE * flat.numel()
+
+    def runner_up(found: Sequence[int]) -> int | None:
+        return min((n for n in found if n >= _refuting(min(found), limit)), default=None)
+
     if rows <= 2 * SCREEN_ROWS:
-        return _race(search, search.candidates, flat)
+        return _race(search, search.candidates, flat, torch.arange(rows), runner_up)
     sample = torch.linspace(0, rows - 1, SCREEN_ROWS).long()
-    count = _counter(search, flat, sample)
-    first = {c: count(c) for c in search.candidates}
+
+    def bar(found: Iterable[int]) -> int:
+        return max(min(found) * 4, int(0.03 * sample.numel() * flat.shape[1]))
+
+    def first_far(found: Sequence[int]) -> int | None:
+        return min((n for n in sorted(found)[NUM_KEPT:] if n > bar(found)), default=None)
+
+    first = _race(search, search.candidates, flat, sample, first_far)
     scale = rows / SCREEN_ROWS
     near = sorted(first, key=lambda c: first[c])
-    bar = max(first[near[0]] * 4, int(0.03 * sample.numel() * flat.shape[1]))
-    kept = [c for i, c in enumerate(near) if i < 4 or first[c] <= bar]
-    exact = _race(search, kept, flat)
+    kept = [c for i, c in enumerate(near) if i < NUM_KEPT or first[c] <= bar(first.values())]
+    exact = _race(search, kept, flat, torch.arange(rows), runner_up)
     return {c: exact[c] if c in exact else int(first[c] * scale) for c in near}
 
 
-def _race(search: Search, candidates: Sequence[Contract], flat: Tensor) -> dict[Contract, int]:
-    """Elements that differ, per contract. One that differs in more than the runner-up is counted no further than to there.
+def _race(
+    search: Search,
+    candidates: Sequence[Contract],
+    flat: Tensor,
+    rows: Tensor,
+    enough: Callable[[Sequence[int]], int | None],
+) -> dict[Contract, int]:
+    """Elements of these rows that differ, per contract; of one that differs in more than ``enough``, only so many.
 
-    All run on a first piece of the rows. Those that lead there run on to the end until one of them is a sure runner-up, or
-    would be if a better one came; the others run on while they may still come before it.
+    All run on a first piece of the rows. Those that lead there run on to the end until their counts tell what is enough,
+    which no further count may raise; the others run on for as long as they have not reached it.
     """
-    rows, size = torch.arange(flat.shape[0]), flat.numel()
+    size = rows.numel() * flat.shape[1]
     apart = search.piecewise and flat.device.type == "cpu"
-    num = max(1, min(len(rows) // PIECE_ROWS, size // PIECE_ELEMENTS)) if apart else 1
+    num = max(1, min(MAX_PIECES, len(rows) // PIECE_ROWS, size // PIECE_ELEMENTS)) if apart else 1
     pieces = [_counter(search, flat, rows[k::num]) for k in range(num)]
     counts = {c: pieces[0](c) for c in candidates}
     finished: dict[Contract, int] = {}
     bound = None
     for c in sorted(counts, key=lambda c: counts[c]):
         counts[c] = finished[c] = counts[c] + sum(piece(c) for piece in pieces[1:])
-        refuting = _refuting(min(finished.values()), RARE * size)
-        bound = min((n for n in finished.values() if n >= refuting), default=None)
+        bound = enough(list(finished.values()))
         if bound is not None:
             break
     while len(pieces) > 1 and bound is not None:
