@@ -171,15 +171,27 @@ def test_foreign_bundle_is_fingerprinted_and_a_truncating_kernel_is_called_one_s
 
 
 def test_bundle_without_inputs_says_what_it_did_not_see(tiny: Tiny, tmp_path: Path) -> None:
-    def keep_attention(tensors: dict[str, torch.Tensor]) -> None:
-        for site in [s for s in tensors if not s.endswith(("q_rope", "k_rope", "v", "attn"))]:
+    def keep_what_attention_reads(tensors: dict[str, torch.Tensor]) -> None:
+        for site in [s for s in tensors if not s.endswith(("q_rope", "k_rope", ".v"))]:
             del tensors[site]
 
-    bundle = foreign(tmp_path / "foreign", tiny("llama"), edit=keep_attention)
+    bundle = foreign(tmp_path / "foreign", tiny("llama"), edit=keep_what_attention_reads)
     result = run_fingerprint(FingerprintOptions(target=str(bundle), device="cpu"))
     assert result.content["regions"] == {}
     assert {f.code for f in result.findings} == {"not-captured"}
     assert "_rope needs layers" in next(f.text for f in result.findings if f.region == "rope")
+
+
+def test_bundle_of_attention_alone_is_told_from_whole_layers(tiny: Tiny, tmp_path: Path) -> None:
+    def keep_attention(tensors: dict[str, torch.Tensor]) -> None:
+        for site in [s for s in tensors if not s.endswith(("q_rope", "k_rope", ".v", ".attn"))]:
+            del tensors[site]
+
+    bundle = foreign(tmp_path / "foreign", tiny("llama"), edit=keep_attention)
+    result = run_fingerprint(FingerprintOptions(target=str(bundle), device="cpu"))
+    assert contracts(result) == expected("hf-eager", "rope", "swiglu", "rmsnorm")
+    assert [f.code for f in result.findings[:3]] == ["contract"] * 3
+    assert "told from whole layers" in result.findings[0].text and result.content["undetermined"] == {}
 
 
 def test_bundle_that_names_no_model_is_an_error(tmp_path: Path) -> None:
