@@ -95,6 +95,11 @@ def agreeing_presets(region: str, contract: Contract, *, fused: bool = True) -> 
     )
 
 
+def known_as(presets: Sequence[str]) -> str:
+    """Words in brackets for the implementations that agree, the first few of them."""
+    return f" (as {', '.join(presets[:4])})" if presets else " (no known implementation does this)"
+
+
 def _known(preset: Preset, contract: Contract) -> Contract:
     """A preset's contract of the same region and, for a norm, of the same kind of weight."""
     if isinstance(contract, RmsNormContract) and contract.weight in ("1+w", "lp(1+w)"):

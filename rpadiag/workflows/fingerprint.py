@@ -96,16 +96,16 @@ def _check_writable(output: Path | None) -> None:
 
 def _findings(summaries: Mapping[str, RegionSummary], found: SiteFingerprints, label: str) -> Iterator[Finding]:
     """One sentence per region, then the sites that do not follow it, the implementations that agree, what was not seen."""
+    from rpadiag.regions.fingerprint_file import known_as
     from rpadiag.regions.presets import PRESETS
 
     for rank, (region, s) in enumerate(summaries.items()):
         numbers = {"num_sites": s.num_sites, "num_determined": s.num_determined, "num_disagreeing": len(s.disagreeing)}
         if s.contract is not None:
             fitting = s.num_sites - len(s.disagreeing)
-            names = f" (as {', '.join(s.presets[:4])})" if s.presets else " (no known implementation does this)"
             example = next(f for f in found.found[region].values() if f.matches)
             text = (
-                f"{region} of {label}: {s.contract.name(example.dtype)}{names}; {fitting} of {s.num_sites} sites agree, "
+                f"{region} of {label}: {s.contract.name(example.dtype)}{known_as(s.presets)}; {fitting} of {s.num_sites} sites agree, "
                 f"{s.num_determined} determine it alone"
             )
             rare = [f.level_two for f in found.found[region].values() if f.level_two is not None]

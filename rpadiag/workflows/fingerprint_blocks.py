@@ -11,6 +11,7 @@ a sum is carried beyond a layer (:mod:`rpadiag.regions.align_carry`). Projection
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rpadiag.contracts import Contract
 from rpadiag.findings import Finding
-from rpadiag.regions.fingerprint_file import RegionSummary, agreeing_presets, level_one
+from rpadiag.regions.fingerprint_file import RegionSummary, agreeing_presets, known_as, level_one
 from rpadiag.regions.presets import Preset, find_preset
 from rpadiag.sites import layer_site
 
@@ -58,9 +59,8 @@ class BlockFingerprint:
     def summary(self, region: str) -> RegionSummary:
         """What :func:`rpadiag.regions.fingerprint_file.file_content` takes."""
         contract = self.contracts.get(region)
-        told = contract is not None
         return RegionSummary(
-            region=region, contract=contract, num_sites=len(self.rows), num_determined=len(self.rows) if told else 0,
+            region=region, contract=contract, num_sites=len(self.rows), num_determined=len(self.rows) if contract is not None else 0,
             reason=self.reasons.get(region, ""), presets=agreeing_presets(region, contract) if contract is not None else (),
         )  # fmt: skip
 
@@ -79,31 +79,36 @@ def block_sites(num_layers: int) -> list[str]:
 
 def can_tell(trainer: TrainerEngine, bundle: Bundle) -> bool:
     """Whether the bundle shows attention of the first layers, and the model is one whose layers are plain."""
+    from rpadiag.regions.align_families import find_decoder
+
     facts = trainer.facts
     shown = set(bundle.capture(0).sites)
-    plain = not facts.expert_layers and not _decoder(trainer).family.four_norms
+    plain = not facts.expert_layers and not find_decoder(trainer.model).family.four_norms
     return plain and facts.num_layers >= 2 and shown >= set(block_sites(facts.num_layers))
 
 
 def fingerprint_blocks(trainer: TrainerEngine, bundle: Bundle) -> BlockFingerprint:
     """Search the roundings layer by layer. trainer: the plain model, which is left as it was."""
+    from rpadiag.engines.merged import merged_projections
+
     rows = _Rows(trainer, bundle)
     roundings = itertools.product(("lp", "fp32"), ("fp32", "lp"), ("fp32", "lp"), rows.boundaries)
-    first = [_variant(cache=c, products=p, scale=s, mid=m) for c, p, s, m in roundings]
-    best, scores = _best(rows, 0, first)
-    tried = {"rope": scores}
-    second = [
-        _of(best, silu=silu, norm=norm, carry=carry)
-        for silu in ("fp32", "lp")
-        for norm in NORMS
-        for carry in (("lp", "layer") if norm == NORMS[0] else ("lp",))
-    ]
-    best, tried["layer"] = _best(rows, 1, second)
-    last = min(NUM_LAYERS, trainer.facts.num_layers) - 1
-    if last > 1:
-        carries = ("layer", "stream") if best.carry == "layer" else (best.carry,)
-        best, tried["carry"] = _best(rows, last, [dataclasses.replace(best, carry=c) for c in carries])
-    return _judged(best, tried, rows)
+    with merged_projections(trainer.model):
+        tried = {"rope": _ranked(rows, 0, [_variant(cache=c, products=p, scale=s, mid=m) for c, p, s, m in roundings])}
+        best = tried["rope"][0].preset
+        second = [
+            _of(best, silu=silu, norm=norm, carry=carry)
+            for silu in ("fp32", "lp")
+            for norm in NORMS
+            for carry in (("lp", "layer") if norm == NORMS[0] else ("lp",))
+        ]
+        tried["layer"] = _ranked(rows, 1, second)
+        best = tried["layer"][0].preset
+        last = min(NUM_LAYERS, trainer.facts.num_layers) - 1
+        if last > 1:
+            carries = ("layer", "stream") if best.carry == "layer" else (best.carry,)
+            tried["carry"] = _ranked(rows, last, [dataclasses.replace(best, carry=c) for c in carries])
+    return _judged(tried, rows)
 
 
 class _Rows:
@@ -123,62 +128,33 @@ class _Rows:
         """Bool [rows] by site of ``layer``: every element of a trainer aligned to ``preset`` is the engine's."""
         import torch
 
-        from rpadiag.engines.merged import merged_projections
+        from rpadiag.engines.borrowed import borrowed_attention
         from rpadiag.regions.align import align
 
         sites = [layer_site(layer, point) for point in POINTS]
         found: dict[str, list[torch.Tensor]] = {site: [] for site in sites}
-        for index in self.indices:
-            capture = self.bundle.capture(index)
+        model = self.trainer.model
+        with align(model, contract=preset):
+            for index in self.indices:
+                capture = self.bundle.capture(index)
 
-            def on_site(site: str, ours: torch.Tensor, capture: Capture = capture) -> None:
-                theirs = capture.read(site)
-                same = ours.to(theirs.device).reshape(theirs.shape) == theirs
-                found[site].append(same.all(dim=-1)[1:].cpu())  # at position 0 RoPE leaves everything as it is
+                def attend(number: int, *_qkv: torch.Tensor, capture: Capture = capture) -> torch.Tensor:
+                    if number == layer:
+                        raise _Enough
+                    return capture.read(layer_site(number, "attn"))
 
-            with _attention_of(self.trainer, capture, layer), merged_projections(self.trainer.model):
-                with align(self.trainer.model, contract=preset):
-                    try:
-                        self.trainer.forward(capture.sequence.token_ids, sites=sites, on_site=on_site)
-                    except _Enough:
-                        continue
+                def on_site(site: str, ours: torch.Tensor, capture: Capture = capture) -> None:
+                    theirs = capture.read(site)
+                    same = ours.to(theirs.device).reshape(theirs.shape) == theirs
+                    found[site].append(same.all(dim=-1)[1:].cpu())  # at position 0 RoPE leaves everything as it is
+
+                with borrowed_attention(model, attend), contextlib.suppress(_Enough):
+                    self.trainer.forward(capture.sequence.token_ids, sites=sites, on_site=on_site)
         return {site: torch.cat(parts) for site, parts in found.items()}
 
 
 class _Enough(Exception):
     """The layer that was asked for has been seen."""
-
-
-class _attention_of:
-    """Below ``layer`` attention gives what the capture says; at ``layer`` the forward ends."""
-
-    def __init__(self, trainer: TrainerEngine, capture: Any, layer: int) -> None:
-        self.layers, self.capture, self.layer = _decoder(trainer).layers[: layer + 1], capture, layer
-        self.hooks: list[Any] = []
-
-    def __enter__(self) -> None:
-        for number, layer in enumerate(self.layers):
-            module: Any = layer
-            self.hooks.append(module.self_attn.o_proj.register_forward_pre_hook(self._hook(number)))
-
-    def _hook(self, number: int) -> Any:
-        def hook(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            if number == self.layer:
-                raise _Enough
-            (given,) = inputs
-            return (self.capture.read(layer_site(number, "attn")).to(given.device).view(given.shape),)
-
-        return hook
-
-    def __exit__(self, *exc: object) -> None:
-        for hook in self.hooks:
-            hook.remove()
-
-
-def _decoder(trainer: TrainerEngine) -> Any:
-    from rpadiag.regions.align_families import find_decoder
-
-    return find_decoder(trainer.model)
 
 
 def _variant(*, cache: str, products: str, scale: str, mid: str) -> Preset:
@@ -226,15 +202,14 @@ class _Tried:
         return refuting >= MIN_REFUTING and against <= MAX_AGAINST * refuting
 
 
-def _best(rows: _Rows, layer: int, candidates: Sequence[Preset]) -> tuple[Preset, list[_Tried]]:
-    """The candidate with the most rows, and all of them, best first."""
-    tried = [_Tried(preset=preset, rows=rows.exact(preset, layer)) for preset in candidates]
-    tried.sort(key=lambda one: -one.share)
-    return tried[0].preset, tried
+def _ranked(rows: _Rows, layer: int, candidates: Sequence[Preset]) -> list[_Tried]:
+    """The candidates at one layer, the one with the most rows first."""
+    return sorted((_Tried(preset=p, rows=rows.exact(p, layer)) for p in candidates), key=lambda one: -one.share)
 
 
-def _judged(best: Preset, stages: Mapping[str, list[_Tried]], rows: _Rows) -> BlockFingerprint:
+def _judged(stages: Mapping[str, list[_Tried]], rows: _Rows) -> BlockFingerprint:
     """What the stages tell: up to the first at which nothing fits or two candidates do."""
+    best = list(stages.values())[-1][0].preset
     contracts: dict[str, Contract] = {}
     reasons: dict[str, str] = {}
     regions = {
@@ -260,11 +235,9 @@ def _judged(best: Preset, stages: Mapping[str, list[_Tried]], rows: _Rows) -> Bl
                 reasons[region] = f"attention's inputs do not tell it: {failed}"
             else:
                 contracts[region] = best.regions[region]
-    carry = (
-        None if failed or (best.carry == "layer" and "carry" not in stages) else best.carry
-    )  # two layers cannot tell how far
+    untold = failed or (best.carry == "layer" and "carry" not in stages)  # two layers cannot tell how far
     return BlockFingerprint(
-        contracts=contracts, carry=carry, rows=seen, runner_up=runner_up, num_tokens=rows.num_tokens,
+        contracts=contracts, carry=None if untold else best.carry, rows=seen, runner_up=runner_up, num_tokens=rows.num_tokens,
         num_candidates=sum(map(len, stages.values())), reasons=reasons,
     )  # fmt: skip
 
@@ -292,8 +265,7 @@ def block_findings(found: BlockFingerprint, regions: Sequence[str], label: str) 
                 code="not-determined", severity="warning", text=text, region=region, numbers=numbers, rank=rank
             )
             continue
-        presets = agreeing_presets(region, contract)
-        names = f" (as {', '.join(presets[:4])})" if presets else " (no known implementation does this)"
+        names = known_as(agreeing_presets(region, contract))
         axes = " ".join(f"{axis}={value}" for axis, value in level_one(contract))
         text = f"{region} of {label}, told from whole layers: {axes}{names}; {evidence}"
         yield Finding(code="contract", severity="info", text=text, region=region, numbers=numbers, rank=rank)

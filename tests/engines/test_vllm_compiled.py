@@ -14,6 +14,7 @@ from tiny import HEAD_DIM, HEADS, KV_HEADS, token_ids
 
 from rpadiag.contracts import contract_from_dict
 from rpadiag.engines.base import TokenSequence
+from rpadiag.engines.borrowed import borrowed_attention
 from rpadiag.engines.bundle import BundleCapture, open_bundle
 from rpadiag.engines.merged import merged_projections
 from rpadiag.engines.scoring import score_logits
@@ -110,17 +111,11 @@ def differing(trainer: TrainerEngine, capture: BundleCapture, preset: Preset) ->
         theirs = capture.read(site)
         found[site] = float((ours.view(theirs.shape).view(torch.int16) != theirs.view(torch.int16)).float().mean())
 
-    hooks = []
-    for number, layer in enumerate(trainer.model.model.layers):
-        attended = capture.read(f"layers.{number}.attn")
-        hooks.append(
-            layer.self_attn.o_proj.register_forward_pre_hook(
-                lambda module, inputs, attended=attended: (attended.view(inputs[0].shape),)
-            )
-        )
+    def attend(number: int, *_qkv: torch.Tensor) -> torch.Tensor:
+        return capture.read(f"layers.{number}.attn")
+
     sites = [s for s in capture.sites if split_site(s)[1] in ("v", "q_rope", "k_rope", "final_norm")]
-    with merged_projections(trainer.model), align(trainer.model, contract=preset):
+    model = trainer.model
+    with merged_projections(model), borrowed_attention(model, attend), align(model, contract=preset):
         trainer.forward(capture.sequence.token_ids, sites=sites, on_site=on_site)
-    for hook in hooks:
-        hook.remove()
     return found

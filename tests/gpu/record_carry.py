@@ -21,6 +21,7 @@ import torch
 from record_vllm import version
 
 from rpadiag.engines.base import TokenSequence
+from rpadiag.engines.borrowed import borrowed_attention
 from rpadiag.engines.bundle import BundleCapture, open_bundle
 from rpadiag.engines.merged import merged_projections
 from rpadiag.engines.trainer import TrainerEngine
@@ -57,21 +58,13 @@ def differing(trainer: TrainerEngine, capture: BundleCapture, preset: Preset) ->
         wrong = num_mismatches(ours.cpu().reshape(theirs.shape), theirs)
         found.setdefault(split_site(site)[1], []).append(wrong / theirs.numel())
 
-    hooks = []
-    for number, layer in enumerate(trainer.model.model.layers):
-        attended = capture.read(f"layers.{number}.attn").to(trainer.model.device)
-        hooks.append(
-            layer.self_attn.o_proj.register_forward_pre_hook(
-                lambda module, inputs, attended=attended: (attended.view(inputs[0].shape),)
-            )
-        )
+    def attend(number: int, *_qkv: torch.Tensor) -> torch.Tensor:
+        return capture.read(f"layers.{number}.attn")
+
     sites = [s for s in capture.sites if split_site(s)[1] in POINTS]
-    try:
-        with merged_projections(trainer.model), align(trainer.model, contract=preset):
-            trainer.forward(capture.sequence.token_ids, sites=sites, on_site=on_site)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    model = trainer.model
+    with merged_projections(model), borrowed_attention(model, attend), align(model, contract=preset):
+        trainer.forward(capture.sequence.token_ids, sites=sites, on_site=on_site)
     return found
 
 
