@@ -20,7 +20,7 @@ together. On CUDA the Triton kernels of ``gpu/rmsnorm.py`` give the bits of thes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def rmsnorm(
         axes.setdefault("weight", "none")
     codes, carried = contract("rmsnorm", axes)
     _check(x, weight, residual, codes)
-    y, summed, _ = torch.ops.rpadiag.rmsnorm(x, residual, weight, eps, carried)
+    y, summed, _ = _op(x, residual, weight, eps, carried)
     return y if residual is None else (y, summed)
 
 
@@ -191,6 +191,11 @@ def _rows(x: Tensor | None, num_columns: int) -> Tensor | None:
     return None if x is None else x.reshape(-1, num_columns)
 
 
+def _shaped(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """A contiguous result in another shape, and not as a view: callers may add to it in place."""
+    return torch.ops.aten._unsafe_view.default(x, shape)
+
+
 @operator("rpadiag::rmsnorm")
 def _op(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, contract: str
@@ -213,8 +218,8 @@ def _run(
 ) -> tuple[Tensor, Tensor, Tensor]:
     h = x.shape[-1]
     y, summed, rstd = forward(x.reshape(-1, h), _rows(residual, h), weight, eps, from_string(contract))
-    summed = summed.reshape(-1) if residual is None else summed.reshape(x.shape)
-    return y.reshape(x.shape), summed, rstd.reshape(x.shape[:-1])
+    summed = _shaped(summed, (0,) if residual is None else x.shape)
+    return _shaped(y, x.shape), summed, _shaped(rstd, x.shape[:-1])
 
 
 @_op.register_fake
@@ -264,7 +269,7 @@ def _run_backward(
         from_string(contract),
         need_dw,
     )
-    return dx.reshape(x.shape), dw
+    return _shaped(dx, x.shape), dw
 
 
 @_backward_op.register_fake
@@ -296,9 +301,7 @@ def _autograd(
     need_x, need_residual, need_w, *_ = ctx.needs_input_grad
     if dy is None:
         dy = torch.zeros_like(x)
-    dx, dw = torch.ops.rpadiag.rmsnorm_backward(
-        dy, dsummed if ctx.has_residual else None, x, residual, weight, rstd, ctx.contract, need_w
-    )
+    dx, dw = _backward_op(dy, dsummed if ctx.has_residual else None, x, residual, weight, rstd, ctx.contract, need_w)
     return dx if need_x else None, dx if need_residual else None, dw if need_w else None, None, None
 
 

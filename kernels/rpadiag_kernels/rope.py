@@ -47,7 +47,7 @@ def rope(q: Tensor, cos: Tensor, sin: Tensor, *, k: Tensor | None = None, **axes
     missing = (None,) * (q.dim() - cos.dim())
     rest = q.shape[:heads] + q.shape[heads + 1 : -1]
     tables = [t[missing].select(heads, 0).expand(*rest, t.shape[-1]) for t in (cos, sin)]
-    turned_q, turned_k = torch.ops.rpadiag.rope(q, k, *tables, heads, carried)
+    turned_q, turned_k = _op(q, k, *tables, heads, carried)
     return turned_q if k is None else (turned_q, turned_k)
 
 
@@ -211,7 +211,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _autograd(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
     cos, sin = ctx.saved_tensors
-    dq, dk = torch.ops.rpadiag.rope_backward(dq, dk if ctx.has_k else None, cos, sin, ctx.heads, ctx.contract)
+    dq, dk = _backward_op(dq, dk if ctx.has_k else None, cos, sin, ctx.heads, ctx.contract)
     return dq, dk if ctx.has_k else None, None, None, None, None
 
 

@@ -39,7 +39,7 @@ def swiglu(gate: Tensor, up: Tensor, **axes: str) -> Tensor:
     check_same("swiglu", gate=gate, up=up)
     if gate.dim() == 0:
         raise ValueError("swiglu takes tensors with at least one axis")
-    return torch.ops.rpadiag.swiglu(gate, up, carried)
+    return _op(gate, up, carried)
 
 
 def _one_plus_exp(x: Tensor, codes: dict[str, int]) -> Tensor:
@@ -126,7 +126,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _autograd(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
-    dgate, dup = torch.ops.rpadiag.swiglu_backward(dy, *ctx.saved_tensors, ctx.contract)
+    dgate, dup = _backward_op(dy, *ctx.saved_tensors, ctx.contract)
     return dgate, dup, None
 
 

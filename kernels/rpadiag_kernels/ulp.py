@@ -29,7 +29,7 @@ def ulp_stats(a: Tensor, b: Tensor) -> dict[str, Any]:
     """
     lp_code(a, "ulp_stats")
     check_same("ulp_stats", a=a, b=b)
-    counts, sums = torch.ops.rpadiag.ulp_counts(a, b)
+    counts, sums = _op(a, b)
     return _named(counts.tolist(), sums.tolist(), a.numel())
 
 

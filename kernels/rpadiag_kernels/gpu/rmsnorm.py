@@ -235,9 +235,9 @@ def backward(
     if weight is None or not need_dw:
         codes = {**codes, "dw": NO_DW}
     else:
-        dw = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+        dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
     if num_tokens == 0:
-        return dx, dw
+        return dx, dw.zero_()
     tile = Tile.of(num_columns)
     partials = reduction.num_partials(num_columns)
     partial = torch.empty(partials if dw.numel() else 0, num_columns, dtype=torch.float32, device=x.device)

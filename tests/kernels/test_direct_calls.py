@@ -1,0 +1,147 @@
+"""Calls that go past the dispatcher: the same bits, and whoever wants to see the operator still does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import rpadiag_kernels
+import torch
+from kernel_data import angles, num_mismatches, values
+from rpadiag_kernels.operators import operator
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+EPS = 1e-6
+NAMES = ("rmsnorm", "rmsnorm alone", "rope", "rope of two", "swiglu")
+
+
+def inputs() -> list[Tensor]:
+    x, r = (values(2, 3, 64, dtype=torch.bfloat16, seed=s, spread=0).requires_grad_() for s in (1, 2))
+    return [x, r, values(64, dtype=torch.bfloat16, seed=3, spread=0).requires_grad_()]
+
+
+def outputs(name: str, x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    cos, sin = (t[:, None] for t in angles(3, 8))
+    x_heads, r_heads = (t.view(2, 3, 4, 16) for t in (x, r))
+    called: dict[str, Callable[[], Any]] = {
+        "rmsnorm": lambda: rpadiag_kernels.rmsnorm(x, w, eps=EPS, residual=r, sum="fp32", variance="unrounded"),
+        "rmsnorm alone": lambda: rpadiag_kernels.rmsnorm(x, w, eps=EPS),
+        "rope": lambda: rpadiag_kernels.rope(x_heads, cos, sin),
+        "rope of two": lambda: rpadiag_kernels.rope(x_heads, cos, sin, k=r_heads[:, :, :1]),
+        "swiglu": lambda: rpadiag_kernels.swiglu(x, r),
+    }
+    found = called[name]()
+    return found if isinstance(found, tuple) else (found,)
+
+
+def results(name: str) -> list[Tensor]:
+    """Outputs, and gradients of their squares with respect to what they depend on."""
+    tensors = inputs()
+    found = outputs(name, *tensors)
+    loss = sum((t.float().square().sum() for t in found), torch.zeros(()))
+    gradients = torch.autograd.grad(loss, tensors, allow_unused=True)
+    return [t.detach() for t in (*found, *gradients) if t is not None]
+
+
+class Seen(TorchDispatchMode):
+    """Names of the operators that were dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_call_past_the_dispatcher_has_the_bits_of_one_through_it(name: str) -> None:
+    direct = results(name)
+    with Seen() as seen:
+        dispatched = results(name)
+    region = name.split()[0]
+    assert {f"rpadiag.{region}.default", f"rpadiag.{region}_backward.default"} <= set(seen.names)
+    assert len(direct) == len(dispatched)
+    assert all(num_mismatches(a, b) == 0 for a, b in zip(direct, dispatched, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_a_gradient_the_bits_are_the_same(name: str) -> None:
+    wanted = results(name)
+    with torch.no_grad():
+        found = outputs(name, *inputs())
+    assert not any(t.requires_grad for t in found)
+    with torch.inference_mode():
+        inference = outputs(name, *inputs())
+    for group in (found, inference):
+        assert all(num_mismatches(a, b) == 0 for a, b in zip(group, wanted, strict=False))
+
+
+@pytest.mark.parametrize("name", ["rmsnorm", "rope of two", "swiglu"])
+def test_results_may_be_changed_in_place(name: str) -> None:
+    tensors = inputs()
+    for result in outputs(name, *tensors):
+        result.add_(1)
+        assert result.grad_fn is not None
+    with torch.no_grad():
+        found = outputs(name, *tensors)
+    for result in found:
+        result.add_(tensors[0].view(result.shape) if result.numel() == tensors[0].numel() else 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fake_tensors_and_subclasses_see_the_operator(name: str) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(t.detach()) for t in inputs()]
+        cos, sin = (mode.from_tensor(t[:, None]) for t in angles(3, 8))
+        heads = fakes[0].view(2, 3, 4, 16)
+    calls: dict[str, Callable[[], Any]] = {  # outside of the mode: only the tensors' type tells
+        "rmsnorm": lambda: rpadiag_kernels.rmsnorm(fakes[0], fakes[2], eps=EPS, residual=fakes[1])[0],
+        "rmsnorm alone": lambda: rpadiag_kernels.rmsnorm(fakes[0], fakes[2], eps=EPS),
+        "rope": lambda: rpadiag_kernels.rope(heads, cos, sin),
+        "rope of two": lambda: rpadiag_kernels.rope(heads, cos, sin, k=heads)[0],
+        "swiglu": lambda: rpadiag_kernels.swiglu(fakes[0], fakes[1]),
+    }
+    found = calls[name]()
+    assert type(found).__name__ == "FakeTensor"
+    assert found.numel() == fakes[0].numel()
+
+
+def test_make_fx_and_functional_transforms_see_the_operator() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x, r, _ = (t.detach() for t in inputs())
+    graph = make_fx(lambda a, b: rpadiag_kernels.swiglu(a, b))(x, r)
+    assert "rpadiag.swiglu.default" in {str(node.target) for node in graph.graph.nodes}
+    mapped = torch.vmap(rpadiag_kernels.swiglu)(x, r)
+    assert num_mismatches(mapped, rpadiag_kernels.swiglu(x, r)) == 0
+
+
+def test_a_gradient_of_a_gradient_is_refused_and_never_left_out() -> None:
+    x, r, w = inputs()
+    y = rpadiag_kernels.rmsnorm(x, w, eps=EPS, residual=r)[0]
+    (gradient,) = torch.autograd.grad(y.float().sum(), x, create_graph=True)
+    assert gradient.grad_fn is not None
+    with pytest.warns(UserWarning, match="autograd"):
+        gradient.float().sum().backward()
+
+
+def test_other_devices_go_through_the_dispatcher() -> None:
+    x = torch.empty(2, 64, dtype=torch.bfloat16, device="meta")
+    assert rpadiag_kernels.swiglu(x, x).device.type == "meta"
+
+
+def test_an_operator_without_a_gradient_formula_says_so() -> None:
+    @operator("rpadiag_test::twice")
+    def twice(x: Tensor) -> Tensor:
+        return x * 2
+
+    x = torch.ones(2, requires_grad=True)
+    assert torch.equal(twice(x.detach()), torch.full((2,), 2.0))
+    with pytest.warns(UserWarning, match="autograd"):
+        twice(x).sum().backward()
