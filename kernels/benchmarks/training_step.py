@@ -86,7 +86,7 @@ def main() -> None:
         rows.append(
             {
                 "name": name, "step_ms": statistics.median(times), "min_step_ms": min(times), "max_step_ms": max(times),
-                "launch_ms": statistics.median(s["launch_ms"] for s in steps),
+                "launch_ms": statistics.median(s["launch_ms"] for s in steps), "steps_ms": [round(t, 1) for t in times],
                 "peak_gib": max(s["peak_gib"] for s in steps), "first_loss": steps[0]["loss"],
             }
         )  # fmt: skip
