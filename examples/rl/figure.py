@@ -33,7 +33,7 @@ PANELS = (
     ("grad_norm", "gradient norm", True),
 )  # fmt: skip
 SPARSE = ("systematic_sq",)  # measured every parts_every rounds, drawn as it is
-WIDTH, HEIGHT, LEFT, TOP, GAP = 250, 130, 58, 58, 32
+WIDTH, HEIGHT, LEFT, TOP, GAP = 200, 120, 48, 58, 18
 COST = ("seconds_generate", "seconds_sync", "seconds_train")
 ALWAYS = ("model", "engine", "learning_rate", "arm", "seed", "round", "reward", *COST)  # no row is without these
 
@@ -56,11 +56,14 @@ def collapse_of(rounds: Sequence[Row]) -> Collapse:
 
 
 def cost_ratio(runs: Runs, setting: str, arm: str) -> tuple[float, float, float] | None:
-    """Median and quartiles, over rounds of the same seed and number, of seconds against the baseline's; the round that starts engines is left out."""
+    """Median and quartiles, over rounds of the same seed and number, of seconds against the baseline's; the round that starts engines is left out.
+
+    Only within a file: runs of another sweep had other company on the device.
+    """
     ratios = []
     for (m, a, seed), rounds in runs.items():
         base = runs.get((setting, BASELINE, seed))
-        if (m, a) == (setting, arm) and base is not None:
+        if (m, a) == (setting, arm) and base is not None and base[0].get("file") == rounds[0].get("file"):
             known = {r["round"]: sum(r[c] for c in COST) for r in base}
             ratios += [
                 sum(r[c] for c in COST) / known[r["round"]]
@@ -193,12 +196,13 @@ def median_of(lines: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[floa
 
 
 def svg(runs: Runs) -> str:
-    """Columns are settings, rows are PANELS."""
+    """A row a setting, a column a panel."""
     settings = list(dict.fromkeys(s for s, _, _ in runs))
     arms = [a for a in KNOWN if any(b == a for _, b, _ in runs)]
     steps = [40 + 7 * len(arm) for arm in arms]  # of the legend
-    width = max(len(settings) * (WIDTH + GAP + LEFT) + 10, LEFT + sum(steps))
-    height = TOP + len(PANELS) * (HEIGHT + GAP + 14)
+    across, down = WIDTH + GAP + LEFT, HEIGHT + GAP + 28
+    width = max(len(PANELS) * across + 4, LEFT + sum(steps))
+    height = TOP + len(settings) * down
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">',
         "<title>Reward, mismatch and gradient norm of each arm over the rounds of training</title>",
@@ -210,12 +214,12 @@ def svg(runs: Runs) -> str:
         out.append(f'<line x1="{x}" x2="{x + 18}" y1="16" y2="16" stroke="{COLOURS[arm]}" stroke-width="2.5"/>')
         out.append(f'<text x="{x + 23}" y="20">{arm}</text>')
         x += step
-    for j, (column, label, log) in enumerate(PANELS):
-        for i, setting in enumerate(settings):
-            left, top = LEFT + i * (WIDTH + GAP + LEFT), TOP + j * (HEIGHT + GAP + 14)
-            mine = {k: r for k, r in runs.items() if k[0] == setting}
-            out += _panel(mine, column, left, top, log=log, title=f"{setting}: {label}" if j == 0 else label)
-    out.append(f'<text x="{LEFT + WIDTH / 2}" y="{height - 16}" text-anchor="middle">round</text></svg>')
+    for j, setting in enumerate(settings):
+        mine = {k: r for k, r in runs.items() if k[0] == setting}
+        for i, (column, label, log) in enumerate(PANELS):
+            title = f"{setting}: {label}" if i == 0 else label
+            out += _panel(mine, column, LEFT + i * across, TOP + j * down, log=log, title=title)
+    out.append(f'<text x="{LEFT + WIDTH / 2}" y="{height - 14}" text-anchor="middle">round</text></svg>')
     return "\n".join(out) + "\n"
 
 
@@ -253,7 +257,7 @@ def read_runs(paths: Sequence[Path]) -> Runs:
         if not rows:
             raise SystemExit(f"error: {path} holds no round\nhint: its runs came to none; see the log beside each run")
         _check_rows(rows, path)
-        found = runs_of(rows)
+        found = runs_of([{**row, "file": str(path)} for row in rows])
         if again := len(set(runs) & set(found)):
             print(f"{path} replaces {again} runs of files before it", file=sys.stderr)
         runs |= found

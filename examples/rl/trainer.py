@@ -40,15 +40,18 @@ def seed_of(seed: int, number: int) -> int:
 
 @contextlib.contextmanager
 def deterministic(on: bool) -> Iterator[None]:
-    """Backward passes that add in one order, so that a resumed run has the bits of one that was not interrupted."""
-    before = torch.are_deterministic_algorithms_enabled()
+    """Backward passes that add in one order, so that a resumed run has the bits of one that was not interrupted.
+
+    Strict: with ``warn_only`` PyTorch's flash and memory-efficient attention warn, and add in any order.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.use_deterministic_algorithms(on, warn_only=True)
-    torch.backends.cuda.enable_cudnn_sdp(cudnn and not on)  # its attention has no such form while warn_only is set
+    torch.use_deterministic_algorithms(on)
+    torch.backends.cuda.enable_cudnn_sdp(cudnn and not on)  # its attention has no such form
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=True)
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
 
 

@@ -301,7 +301,7 @@ def _align_carried_norms(alignment: Alignment, decoder: Decoder) -> None:
         raise UsageError(
             f"carry={alignment.carry} is for layers with two norms that read unrounded sums, stored to nearest",
             detail=f"the model is {family.name}, the contract {contract.name()}",
-            hint="use carry=lp",
+            hint="use carry=lp, as contract fp32-output does",
         )
     channel, operation = Channel(), RmsNormOperation(contract, alignment.kernels)
     norm = CarriedNormForward(operation=operation, channel=channel)

@@ -93,12 +93,12 @@ def test_align_follows_a_fingerprint_file(tiny: Tiny, prompts: Path, tmp_path: P
     model = tiny("llama")
     first = TrainerEngine.load(model)
     bundle = tmp_path / "bundle"
-    with align(first.model, contract="vllm-compiled"), BundleWriter(bundle, first.manifest()) as writer:
+    with align(first.model, contract="fp32-output"), BundleWriter(bundle, first.manifest()) as writer:
         writer.begin(0)
         scores = first.forward(token_ids(), sites=first.facts.sites[:-2], on_site=writer.append)
         writer.end(0, token_ids=token_ids(), num_prompt_tokens=NUM_TOKENS, positions=scores.positions)
     result = run_fingerprint(FingerprintOptions(target=str(bundle), device="cpu"))
-    assert contracts(result) == expected("vllm-compiled", "rope", "swiglu", "rmsnorm")
+    assert contracts(result) == expected("fp32-output", "rope", "swiglu", "rmsnorm")
     assert result.path == bundle / "fingerprint.json"
     second = TrainerEngine.load(model)
     with align(second.model, contract=result.path):
