@@ -23,6 +23,12 @@ SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 SITES_OF = {"rope": "q_rope", "swiglu": "act", "rmsnorm": "input_norm", "qk_norm": "q_norm"}
 ALIGNED_BY = ("rope", "swiglu", "rmsnorm")
 STACKS = ("trainer", "rollout")
+SUMS = "residual sums"  # between regions: the carry of a preset or file, set with the norm that reads them
+CARRIED = {
+    "lp": "each stored in {dtype}",
+    "layer": "attention's unrounded where the MLP's is added",
+    "stream": "never rounded",
+}
 # Facts of a stack that move bits outside the contracts: manifest keys (the first that is there), name, and what to do where the two differ.
 SETUP: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("dtype",), "dtype", "run both in the same dtype"),
@@ -39,13 +45,17 @@ SETUP: tuple[tuple[tuple[str, ...], str, str], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What is known of one stack: a contract by region, how that is known, the preset that says it, the fingerprint file if one does."""
+    """What is known of one stack: a contract by region, how that is known, the preset that says it, the fingerprint file if one does.
+
+    carry: which residual sums it rounds (:mod:`rpadiag.regions.align_carry`); None where that is not known.
+    """
 
     contracts: Mapping[str, Contract]
     how: str
     measured: bool = False
     preset: str | None = None
     undetermined: Mapping[str, str] | None = None
+    carry: str | None = None
 
 
 def contracts_block(run: Run, key: str) -> Block | None:
@@ -56,7 +66,7 @@ def contracts_block(run: Run, key: str) -> Block | None:
     found = {stack: contracts_of(run, stack) for stack in STACKS}
     regions = _regions(manifest, found)
     dtype = SHORT.get(str((manifest.get("trainer") or {}).get("dtype")), "bf16")
-    differing = [r for r in regions if _differ(found, r)]
+    differing = [r for r in regions if _differ(found, r)] + [SUMS] * _carries_differ(found)
     tables = [t for t in (_contract_table(regions, found, dtype), setup_table(manifest)) if t is not None]
     return Block(
         key=f"{key}-contracts",
@@ -64,7 +74,9 @@ def contracts_block(run: Run, key: str) -> Block | None:
         lead=[_lead(regions, differing, found)],
         tables=tables,
         notes=[f"{stack.capitalize()}: {found[stack].how}." for stack in STACKS],
-        commands=_commands(run, [r for r in differing if r in ALIGNED_BY], found),
+        commands=_commands(
+            run, [r for r in ALIGNED_BY if r in differing or (r == "rmsnorm" and SUMS in differing)], found
+        ),
     )
 
 
@@ -81,6 +93,7 @@ def contracts_of(run: Run, stack: str) -> Found:
             how=f"fingerprinted bit for bit on {determined} of {len(layers)} sites of this run{as_known}",
             measured=True,
             undetermined=fingerprint.get("undetermined") or {},
+            carry=_carry(fingerprint.get("carry")),
         )
     facts = run.manifest.get(stack) or {}
     offset = str(facts.get("family", "")).startswith("gemma")
@@ -95,8 +108,13 @@ def contracts_of(run: Run, stack: str) -> Found:
             how=f"aligned in {named} to {str(aligned.get('contract')).rsplit('/', 1)[-1]}, otherwise {base.how}",
             measured=base.measured,
             preset=base.preset,
+            carry=_carry(contracts.get("carry")) or base.carry,
         )
     return base
+
+
+def _carry(value: Any) -> str | None:
+    return str(value) if value in CARRIED else None
 
 
 def known_of(stack: str, facts: Mapping[str, Any], manifest: Mapping[str, Any], *, offset: bool = False) -> Found:
@@ -110,6 +128,7 @@ def known_of(stack: str, facts: Mapping[str, Any], manifest: Mapping[str, Any], 
         contracts=_of_preset(preset, offset=offset),
         how=f"{label}, known as {name} ({preset.versions}); {why}",
         preset=name,
+        carry=preset.carry,
     )
 
 
@@ -197,6 +216,11 @@ def _differ(found: Mapping[str, Found], region: str) -> list[str]:
     return [axis for axis in a if a[axis] != b.get(axis)]
 
 
+def _carries_differ(found: Mapping[str, Found]) -> bool:
+    carries = {found[s].carry for s in STACKS}
+    return None not in carries and len(carries) > 1
+
+
 def _contract_table(regions: Sequence[str], found: Mapping[str, Found], dtype: str) -> Table | None:
     if not regions:
         return None
@@ -215,6 +239,14 @@ def _contract_table(regions: Sequence[str], found: Mapping[str, Found], dtype: s
                 _to_set(region, axes, known=both is not None),
             ]
         )  # fmt: skip
+    carries = [found[s].carry for s in STACKS]
+    if any(c not in (None, "lp") for c in carries):  # every sum stored is what nobody needs to be told
+        differ = _carries_differ(found)
+        if differ:
+            emphasis.append(len(rows))
+        words = [CARRIED[c].format(dtype=dtype) if c is not None else "not known" for c in carries]
+        part = f"{words[0]} against {words[1]}" if differ else "not known" if None in carries else "same"
+        rows.append([SUMS, *words, part, "--align rmsnorm" if differ else "nothing"])
     titles = ("region", "trainer", "rollout", "where they part", "to align")
     return Table(
         caption="Where each stack rounds, by region",

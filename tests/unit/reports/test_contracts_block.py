@@ -130,3 +130,31 @@ def test_hostile_words_of_a_manifest_stay_words(run: Run, tmp_path: Path) -> Non
     (run.path / "manifest.json").write_text(json.dumps(manifest))
     page = write_report([run.path], tmp_path / "r.html").read_text(encoding="utf-8")
     assert "<script>alert" not in page and "<img" not in page
+
+
+def test_sums_that_are_not_rounded_stand_below_the_regions_and_are_aligned_with_the_norm(run: Run) -> None:
+    assert blocks_contracts.SUMS not in rows(block_of(run))
+    run.manifest["rollout"] |= {"device": "cuda", "enforce_eager": False}
+    block = block_of(run)
+    unrounded = "attention's unrounded where the MLP's is added"
+    assert rows(block)["residual sums"] == [
+        "each stored in bf16",
+        unrounded,
+        f"each stored in bf16 against {unrounded}",
+        "--align rmsnorm",
+    ]
+    assert "residual sums" in block.lead[0]
+    assert 'contract="vllm-compiled"' in block.commands[1].code
+
+    contracts = {"regions": {r: c.to_dict() for r, c in PRESETS["fp32-output"].regions.items()}, "carry": "lp"}
+    aligned = {"regions": ["rope", "swiglu", "rmsnorm"], "contract": "fp32-output", "contracts": contracts}
+    run.manifest["trainer"]["aligned"] = aligned
+    block = block_of(run)
+    assert rows(block)["rmsnorm"][2] == "same"
+    assert rows(block)["residual sums"][3] == "--align rmsnorm"
+    assert 'regions=("rmsnorm",)' in block.commands[1].code
+
+    run.manifest["trainer"]["aligned"] = {**aligned, "contracts": {**contracts, "carry": "layer"}}
+    block = block_of(run)
+    assert rows(block)["residual sums"] == [unrounded, unrounded, "same", "nothing"]
+    assert "The stacks part" not in block.lead[0]
