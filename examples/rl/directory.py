@@ -88,3 +88,15 @@ def alone_in(out: Path) -> Iterator[None]:
                 f"error: another process trains in {out}\nhint: wait until it stops by itself, or end it"
             ) from None
         yield
+
+
+def is_taken(out: Path) -> bool:
+    """Does a process train in this directory?"""
+    try:
+        with (out / "lock").open("r") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False

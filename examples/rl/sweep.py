@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from typing import Any
 
 from arguments import check_contract, check_limits, check_seed
 from arms import ARMS, CONTROLS, ENGINE, arm_of
-from directory import Spec, check_identity, read_json, rows_at
+from directory import Spec, check_identity, is_taken, read_json, rows_at
 from engine import MODES
 from models import NAMES, RECIPES, recipe_of
 from regime import regime_of
@@ -35,6 +36,9 @@ START_S = 45.0  # from the start of a process to its first round, where nothing 
 ROUND_S = 3.0
 MARGIN_S = 30.0  # a run stops itself this long before the limit, for its last round, checkpoint and table
 GRACE_S = 20.0  # after the limit, before a process is ended
+RAISED = re.compile(
+    r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception)\b: .*)"
+)  # last line of a traceback, as torch marks it
 
 
 @dataclass(kw_only=True)
@@ -59,6 +63,8 @@ class Run:
     def status(self) -> dict[str, Any]:
         path = self.directory / "status.json"
         found = read_json(path) if path.exists() else {"status": "planned", "rounds": 0}
+        if found["status"] == "started" and self.process is None and not is_taken(self.directory):
+            found["status"] = "interrupted"
         return found | self.said
 
 
@@ -182,10 +188,14 @@ def merge(runs: Sequence[Run], out: Path) -> int:
 
 
 def _last_line(path: Path) -> str:
-    """What a run said last: its error with the hint, where it ended with one."""
+    """What stopped a run: its error with the hint, the exception that was raised last, else its last line."""
     lines = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     errors = [n for n in range(max(0, len(lines) - 4), len(lines)) if lines[n].startswith("error: ")]
-    return "; ".join(lines[errors[-1] :] if errors else lines[-1:])[:500]
+    if errors:
+        return "; ".join(lines[errors[-1] :])[:500]
+    raised = [found[1] for line in lines if (found := RAISED.match(line))]  # warnings of what ends may follow it
+    hint = "; hint: fewer --processes" if raised and "out of memory" in raised[-1] else ""
+    return "; ".join(raised[-1:] or lines[-1:])[:500] + hint
 
 
 def say(text: str) -> None:

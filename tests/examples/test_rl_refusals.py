@@ -160,3 +160,30 @@ def test_checkpoint_that_is_cut_short_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\0" * 100)
     with pytest.raises(SystemExit, match=r"is broken: .*\nhint: delete it"):
         models.check_checkpoint(tmp_path)
+
+
+def test_run_whose_process_is_gone_is_interrupted_and_one_that_trains_is_not(tmp_path: Path) -> None:
+    (run,) = sweep.plan(["qwen3-micro"], ["bf16"], [0], tmp_path)
+    run.directory.mkdir()
+    (run.directory / "status.json").write_text('{"status": "started", "rounds": 3}', encoding="utf-8")
+    assert run.status() == {"status": "interrupted", "rounds": 3}
+    with directory.alone_in(run.directory):
+        assert run.status()["status"] == "started"
+    assert run.status()["status"] == "interrupted"
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ("a\nerror: no such thing\nhint: give one\n\n", "error: no such thing; hint: give one"),
+        (
+            "[rank0]: Traceback (most recent call last):\n[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried\n[rank0]:[W1] Warning: leak\n",
+            "torch.OutOfMemoryError: CUDA out of memory. Tried; hint: fewer --processes",
+        ),
+        ("ValueError: 1\nduring which\nKeyError: 2\n", "KeyError: 2"),
+        ("a\nwarning: b\n", "warning: b"),
+    ],
+)
+def test_what_stopped_a_run_is_said_and_not_what_its_libraries_said_last(tmp_path: Path, log: str, said: str) -> None:
+    (tmp_path / "log").write_text(log, encoding="utf-8")
+    assert sweep._last_line(tmp_path / "log") == said
