@@ -46,7 +46,7 @@ def rmsnorm(
         axes.setdefault("weight", "none")
     codes, carried = contract("rmsnorm", axes)
     _check(x, weight, residual, codes)
-    y, summed, _ = _op(x, residual, weight, eps, carried)
+    y, summed, _ = _op(x, residual, weight, float(eps), carried)
     return y if residual is None else (y, summed)
 
 

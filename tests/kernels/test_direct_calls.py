@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import rpadiag_kernels
 import torch
@@ -145,3 +147,117 @@ def test_an_operator_without_a_gradient_formula_says_so() -> None:
     assert torch.equal(twice(x.detach()), torch.full((2,), 2.0))
     with pytest.warns(UserWarning, match="autograd"):
         twice(x).sum().backward()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_batch_of_gradients_is_each_of_them(name: str) -> None:
+    tensors = inputs()
+    (y, *_) = outputs(name, *tensors)
+    dys = values(3, *y.shape, dtype=torch.bfloat16, seed=4, spread=0)
+    kept = [
+        t for t in tensors if torch.autograd.grad(y, t, dys[0], allow_unused=True, retain_graph=True)[0] is not None
+    ]
+    batch = torch.autograd.grad(y, kept, dys, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(y, kept, dy, retain_graph=True) for dy in dys]
+    for found, *wanted in zip(batch, *each, strict=True):
+        assert num_mismatches(found, torch.stack(wanted)) == 0
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_jit_trace_holds_the_operator_and_runs_on_other_sizes(grad: bool) -> None:
+    x, r, w = (t.detach().requires_grad_(grad) for t in inputs())
+
+    def norm(a: Tensor, b: Tensor, c: Tensor) -> Any:
+        return rpadiag_kernels.rmsnorm(a, c, eps=EPS, residual=b)
+
+    traced = torch.jit.trace(norm, (x, r, w))
+    assert "rpadiag::rmsnorm" in str(traced.graph)
+    for n in (1, 2):
+        found, wanted = (f(x[:n, :2], r[:n, :2], w) for f in (traced, norm))
+        assert all(num_mismatches(a, b) == 0 for a, b in zip(found, wanted, strict=True))
+
+
+def jvp_of_a_vmap(a: Tensor, b: Tensor, _: Tensor) -> Any:
+    return torch.func.jvp(lambda t: torch.vmap(rpadiag_kernels.swiglu)(t, b), (a,), (a,))
+
+
+TANGENTS: dict[str, Callable[..., Any]] = {
+    "swiglu": lambda a, b, w: rpadiag_kernels.swiglu(dual(a), b),
+    "up": lambda a, b, w: rpadiag_kernels.swiglu(a, dual(b)),
+    "weight": lambda a, b, w: rpadiag_kernels.rmsnorm(a, dual(w), eps=EPS),
+    "residual": lambda a, b, w: rpadiag_kernels.rmsnorm(a, w, eps=EPS, residual=dual(b)),
+    "rope": lambda a, b, w: rpadiag_kernels.rope(dual(a).view(2, 3, 4, 16), *(t[:, None] for t in angles(3, 8))),
+    "jvp": lambda a, b, w: torch.func.jvp(lambda t: rpadiag_kernels.swiglu(t, b), (a,), (a,)),
+    "jvp of a vmap": jvp_of_a_vmap,
+    "gradient": lambda a, b, w: torch.autograd.grad(rpadiag_kernels.swiglu(a, a), a, dual(b)),
+}
+
+
+def dual(x: Tensor) -> Tensor:
+    return torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("name", TANGENTS)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_tangent_is_refused_and_never_left_out(name: str, mode: Callable[[], Any]) -> None:
+    for wanted in (False, True):
+        x, r, w = (t.detach().requires_grad_(wanted or name == "gradient") for t in inputs())
+        # torch.func.jvp enters its own level
+        with contextlib.nullcontext() if "jvp" in name else torch.autograd.forward_ad.dual_level():
+            with contextlib.nullcontext() if name == "gradient" else mode():
+                with pytest.raises(NotImplementedError, match="has no forward-mode derivative"):
+                    TANGENTS[name](x, r, w)
+
+
+def test_tensors_without_a_tangent_and_custom_derivatives_pass_in_forward_mode() -> None:
+    x, r, _ = (t.detach() for t in inputs())
+
+    class Tripled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor) -> Tensor:
+            return rpadiag_kernels.swiglu(a, r)
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+            return 3 * tangent
+
+    wanted = rpadiag_kernels.swiglu(x, r)
+    with torch.autograd.forward_ad.dual_level():
+        found = torch.autograd.forward_ad.unpack_dual(Tripled.apply(dual(x)))
+        assert num_mismatches(rpadiag_kernels.swiglu(x, r), wanted) == 0
+    assert num_mismatches(found.primal, wanted) == 0
+    assert torch.equal(found.tangent, torch.full_like(x, 3))
+    for swiglu in (rpadiag_kernels.swiglu, torch.vmap(rpadiag_kernels.swiglu)):
+        _, tangent = torch.func.jvp(lambda t, f=swiglu: t * f(x, r), (r,), (torch.ones_like(r),))
+        assert num_mismatches(tangent, wanted) == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_profile_names_the_operator(name: str) -> None:
+    with torch.profiler.profile() as profile:
+        results(name)
+    region = name.split()[0]
+    assert {f"rpadiag::{region}", f"rpadiag::{region}_backward"} <= {event.name for event in profile.events()}
+
+
+def test_a_node_of_the_graph_names_the_operator() -> None:
+    x, r, _ = inputs()
+    assert rpadiag_kernels.swiglu(x, r).grad_fn.name() == "rpadiag_swigluBackward"
+
+
+def test_a_lazily_negated_tensor_has_the_bits_of_its_values() -> None:
+    x, r, w = (t.detach() for t in inputs())
+    lazy = torch._neg_view(-x)
+    assert lazy.is_neg()
+    assert num_mismatches(rpadiag_kernels.swiglu(lazy, r), rpadiag_kernels.swiglu(x, r)) == 0
+    assert num_mismatches(rpadiag_kernels.rmsnorm(lazy, w, eps=EPS), rpadiag_kernels.rmsnorm(x, w, eps=EPS)) == 0
+    assert rpadiag_kernels.ulp_stats(lazy, x)["num_differing"] == 0
+
+
+def test_eps_may_be_a_number_of_another_kind() -> None:
+    x, _, w = inputs()
+    wanted = rpadiag_kernels.rmsnorm(x, w, eps=2**-20)
+    for eps in (torch.tensor(2**-20), np.float32(2**-20)):
+        assert num_mismatches(rpadiag_kernels.rmsnorm(x, w, eps=eps), wanted) == 0  # type: ignore[arg-type]
