@@ -20,7 +20,17 @@ from torch.autograd import forward_ad, profiler
 
 TENSORS = (Tensor, torch.nn.Parameter)
 VALUES = frozenset({bool, int, float, str, type(None)})
-LEGACY_VMAP = _C._parse_dispatch_key("VmapMode")
+# What tells whether anybody watches; a torch that has renamed one of these gets every call dispatched.
+ASKED = (
+    "_any_requires_grad", "_are_functorch_transforms_active", "_dispatch_tls_is_dispatch_key_included", "_get_tracing_state",
+    "_is_torch_function_mode_enabled", "_len_torch_dispatch_stack", "_parse_dispatch_key",
+)  # fmt: skip
+CAN_ASK = (
+    all(hasattr(_C, name) for name in ASKED)
+    and hasattr(forward_ad, "_current_level")
+    and hasattr(profiler, "_is_profiler_enabled")
+)
+LEGACY_VMAP = _C._parse_dispatch_key("VmapMode") if CAN_ASK else None
 
 
 class Operator:
@@ -55,7 +65,7 @@ class Operator:
 
     def __call__(self, *args: Any) -> Any:
         """The operator on ``args``, the first of which is a tensor. Errors: NotImplementedError for dual tensors."""
-        if torch.compiler.is_compiling() or _somebody_watches() or not _are_plain(args):
+        if torch.compiler.is_compiling() or not CAN_ASK or _somebody_watches() or not _are_plain(args):
             return self._dispatch(args)
         kernel = self._kernel(args[0])
         if kernel is None:
@@ -106,7 +116,7 @@ def _are_plain(args: tuple[Any, ...]) -> bool:
 
 def _refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
     """Raise NotImplementedError for dual tensors: the dispatcher drops what they carry, and says nothing."""
-    if forward_ad._current_level < 0 or not _C._is_fwd_grad_enabled():
+    if not CAN_ASK or forward_ad._current_level < 0 or not _C._is_fwd_grad_enabled():
         return
     for arg in args:
         while isinstance(arg, Tensor) and _C._functorch.is_batchedtensor(arg):  # of torch.vmap, which cannot unpack it

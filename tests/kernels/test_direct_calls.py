@@ -11,6 +11,7 @@ import pytest
 import rpadiag_kernels
 import torch
 from kernel_data import angles, num_mismatches, values
+from rpadiag_kernels import operators
 from rpadiag_kernels.operators import operator
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -261,3 +262,11 @@ def test_eps_may_be_a_number_of_another_kind() -> None:
     wanted = rpadiag_kernels.rmsnorm(x, w, eps=2**-20)
     for eps in (torch.tensor(2**-20), np.float32(2**-20)):
         assert num_mismatches(rpadiag_kernels.rmsnorm(x, w, eps=eps), wanted) == 0  # type: ignore[arg-type]
+
+
+def test_a_torch_that_cannot_be_asked_who_watches_gets_every_call_dispatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = results("rmsnorm")
+    assert operators.CAN_ASK
+    monkeypatch.setattr(operators, "CAN_ASK", False)
+    assert outputs("rmsnorm", *inputs())[0].grad_fn.name().startswith("GeneratedBackwardFor_rpadiag_rmsnorm")
+    assert all(num_mismatches(a, b) == 0 for a, b in zip(results("rmsnorm"), wanted, strict=True))
