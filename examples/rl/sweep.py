@@ -36,9 +36,8 @@ START_S = 45.0  # from the start of a process to its first round, where nothing 
 ROUND_S = 3.0
 MARGIN_S = 30.0  # a run stops itself this long before the limit, for its last round, checkpoint and table
 GRACE_S = 20.0  # after the limit, before a process is ended
-RAISED = re.compile(
-    r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception)\b: .*)"
-)  # last line of a traceback, as torch marks it
+# the last line of a traceback, as torch marks it
+RAISED = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception)\b: .*)")
 
 
 @dataclass(kw_only=True)

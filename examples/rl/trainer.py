@@ -46,9 +46,11 @@ def deterministic(on: bool) -> Iterator[None]:
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.use_deterministic_algorithms(on)
-    torch.backends.cuda.enable_cudnn_sdp(cudnn and not on)  # its attention has no such form
     try:
+        torch.use_deterministic_algorithms(on)
+        torch.backends.cuda.enable_cudnn_sdp(
+            cudnn and not on
+        )  # off inside as well, so that one attention scores and trains
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -192,8 +192,8 @@ def _rows(x: Tensor | None, num_columns: int) -> Tensor | None:
 
 
 def _shaped(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """A contiguous result in another shape, and not as a view: callers may add to it in place."""
-    return torch.ops.aten._unsafe_view.default(x, shape)
+    """A result in another shape, contiguous, and not as a view: callers may add to it in place."""
+    return torch.ops.aten._unsafe_view.default(x.contiguous(), shape)
 
 
 @operator("rpadiag::rmsnorm")

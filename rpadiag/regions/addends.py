@@ -75,6 +75,16 @@ def addends_of(total: Tensor, channel: Channel) -> tuple[Tensor, Tensor] | None:
     return (x, residual) if shape == total.shape and version == _writes(total) else None
 
 
+def is_lost(x: Tensor, channel: Channel) -> bool:
+    """Was a sum left for the reader of ``x``, who has found none? Where graphs end between the two, as torch.compile of single layers makes them.
+
+    A norm that is called by itself has no sum either, and is none of those.
+    """
+    left = torch.compiler.is_compiling() or channel.addends is not None
+    channel.addends = None
+    return left and x.dtype != torch.float32
+
+
 def _writes(x: Tensor) -> int:
     """How often ``x`` was written to in place; inference tensors do not count."""
     return 0 if x.is_inference() else x._version

@@ -10,6 +10,7 @@ adapters and save/load are untouched, and ``undo`` puts back what was there.
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -286,35 +287,41 @@ def _align_norms(alignment: Alignment, decoder: Decoder) -> None:
             alignment._install(layer, spec)
         if aligned:
             first, second, *behind = _norm_order(layer, four_norms=family.four_norms)
-            for norm, forward in ((first, reads_sum), (second, reads_sum), *((n, plain) for n in behind)):
+            inside = dataclasses.replace(reads_sum, expects=(number, "its second norm") if reads_unrounded else None)
+            for norm, forward in ((first, reads_sum), (second, inside), *((n, plain) for n in behind)):
                 for own in own_modules(norm, family, "norm"):
                     alignment._install(own, forward)
     if last in chosen:
-        alignment._install(decoder.final_norm, reads_sum)
+        expects = (last, "the final norm") if reads_unrounded else None
+        alignment._install(decoder.final_norm, dataclasses.replace(reads_sum, expects=expects))
 
 
 def _align_carried_norms(alignment: Alignment, decoder: Decoder) -> None:
     """Norms and residual adds of a stream that is wider than its tensors; see :mod:`rpadiag.regions.align_carry`."""
     contract, family = alignment.contracts["rmsnorm"], decoder.family
     assert isinstance(contract, RmsNormContract)
-    if family.four_norms or (contract.sum, contract.variance, contract.store) != ("fp32", "unrounded", "rne"):
+    axes = (contract.sum, contract.variance, contract.store, contract.scale, contract.rstd)
+    if family.four_norms or axes != ("fp32", "unrounded", "rne", "fp32", "fp32"):
         raise UsageError(
-            f"carry={alignment.carry} is for layers with two norms that read unrounded sums, stored to nearest",
+            f"carry={alignment.carry} is for layers with two norms that read unrounded sums and round nothing inside, stored to nearest",
             detail=f"the model is {family.name}, the contract {contract.name()}",
             hint="use carry=lp, as contract fp32-output does",
         )
     channel, operation = Channel(), RmsNormOperation(contract, alignment.kernels)
     norm = CarriedNormForward(operation=operation, channel=channel)
+    last = alignment.num_layers - 1
     for number in alignment.layers:
         layer: Any = decoder.layers[number]
         incoming = number - 1 in alignment.layers
         spec = CarriedLayerForward(number=number, carry=alignment.carry, channel=channel, incoming=incoming)
         alignment._install(layer, spec)
-        for module in _norm_order(layer, four_norms=False):
+        first, second = _norm_order(layer, four_norms=False)
+        inside = dataclasses.replace(norm, expects=(number, "its second norm"))
+        for module, forward in ((first, norm), (second, inside)):
             for own in own_modules(module, family, "norm"):
-                alignment._install(own, norm)
-    if alignment.num_layers - 1 in alignment.layers:
-        alignment._install(decoder.final_norm, norm)
+                alignment._install(own, forward)
+    if last in alignment.layers:
+        alignment._install(decoder.final_norm, dataclasses.replace(norm, expects=(last, "the final norm")))
 
 
 def _norm_order(layer: Any, *, four_norms: bool) -> tuple[nn.Module, ...]:

@@ -8,8 +8,9 @@ rounded where a graph ends, and not at every add:
 * ``stream``: the model is one graph. No add reads a rounded sum.
 
 Modules still hand rounded tensors to each other, so hooks see what they see in the unaligned model; the fp32 sums
-travel beside them (see :mod:`rpadiag.regions.addends`). Forward on the norm's operation in fp32; gradients pass from layer to layer in
-the model's dtype.
+travel beside them (see :mod:`rpadiag.regions.addends`). Forward on the norm's operation in fp32, so a contract that rounds inside the norm
+(scale=lp, rstd=lp) is refused; gradients pass from layer to layer in the model's dtype, so that of a sum is rounded before the other addend's is
+added to it, as dsum=lp.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rpadiag.regions.addends import Channel, addends_of, attach
+from rpadiag.regions.addends import Channel, addends_of, attach, is_lost
 from rpadiag.regions.align_modules import lost_sum, norm_eps
 from rpadiag.regions.ops import RmsNormOperation
 
@@ -40,11 +41,30 @@ class Widened(torch.autograd.Function):
         return grad.to(ctx.dtype), None
 
 
+@torch.library.custom_op("rpadiag_reference::rounded", mutates_args=())
+def rounded_op(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 ``x`` in ``dtype``. An operator, because Inductor drops a cast to 16 bits and back."""
+    return x.to(dtype)
+
+
+@rounded_op.register_fake
+def _(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype)
+
+
+def _rounded_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return grad.to(torch.float32), None
+
+
+rounded_op.register_autograd(_rounded_backward)
+
+
 def leave(total: Tensor, dtype: torch.dtype, channel: Channel) -> Tensor:
     """``total`` [..., H] fp32 rounded to ``dtype``, with the fp32 values beside it."""
-    rounded = total.to(dtype)
-    if dtype != torch.float32:
-        attach(rounded, total, total, channel)
+    if dtype == torch.float32:
+        return total
+    rounded = rounded_op(total, dtype) if torch.compiler.is_compiling() else total.to(dtype)
+    attach(rounded, total, total, channel)
     return rounded
 
 
@@ -56,13 +76,19 @@ def wide_sum(rounded: Tensor, channel: Channel) -> Tensor | None:
 
 @dataclass(frozen=True, kw_only=True)
 class CarriedNormForward:
-    """Forward of an RMSNorm module: of the unrounded sum that its input was rounded from, where there is one."""
+    """Forward of an RMSNorm module: of the unrounded sum that its input was rounded from.
+
+    expects: where that sum comes from and where the norm is, if there must be one: (number of the layer, name of the norm).
+    """
 
     operation: RmsNormOperation
     channel: Channel
+    expects: tuple[int, str] | None = None
 
     def __call__(self, module: Any, hidden_states: Tensor) -> Tensor:
         wide = wide_sum(hidden_states, self.channel)
+        if wide is None and self.expects is not None and is_lost(hidden_states, self.channel):
+            raise lost_sum(*self.expects, "carries sums unrounded", "a contract with carry=lp")
         if wide is None:
             return self.operation(hidden_states, module.weight, None, norm_eps(module))  # type: ignore[return-value]
         normed = self.operation(wide, module.weight.to(torch.float32), None, norm_eps(module))
@@ -86,7 +112,9 @@ class CarriedLayerForward:
         residual = hidden_states
         wide = wide_sum(hidden_states, self.channel)
         if wide is None and self.incoming and dtype != torch.float32:
-            raise lost_sum(self.number, "carries sums unrounded", "a contract with carry=lp")
+            raise lost_sum(
+                self.number - 1, f"layer {self.number}", "carries sums unrounded", "a contract with carry=lp"
+            )
         if wide is not None:
             attach(hidden_states, wide, wide, self.channel)  # for the norm, which takes it again
             residual = wide if self.carry == "stream" else hidden_states

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rpadiag.errors import InputError
-from rpadiag.regions.addends import Channel, Reroute, addends_of, attach
+from rpadiag.regions.addends import Channel, Reroute, addends_of, attach, is_lost
 from rpadiag.regions.align_families import Family
 from rpadiag.regions.ops import NormRopeOperation, RmsNormOperation, RopeOperation, SwigluOperation
 from rpadiag.regions.rounding import store
@@ -30,17 +30,23 @@ def norm_eps(module: Any) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class NormForward:
-    """Forward of an RMSNorm module: of its input, or of the addends that the input is the rounded sum of."""
+    """Forward of an RMSNorm module: of its input, or of the addends that the input is the rounded sum of.
+
+    expects: where those addends come from and where the norm is, if they must be there: (number of the layer, name of the norm).
+    """
 
     operation: RmsNormOperation
     channel: Channel
     reads_sum: bool
+    expects: tuple[int, str] | None = None
 
     def __call__(self, module: Any, hidden_states: Tensor) -> Tensor:
         ready = self.channel.take_ready(hidden_states)
         if ready is not None:
             return ready
         addends = addends_of(hidden_states, self.channel) if self.reads_sum else None
+        if addends is None and self.expects is not None and is_lost(hidden_states, self.channel):
+            raise lost_sum(*self.expects, *UNROUNDED)
         if addends is None:
             return self.operation(hidden_states, module.weight, None, norm_eps(module))  # type: ignore[return-value]
         x, residual = addends
@@ -117,17 +123,23 @@ class LayerForward:
         else:
             there = addends_of(hidden_states, self.channel) is not None
         if not there:
-            raise lost_sum(
-                self.number, "normalises the sum before it is rounded", "a contract with sum=lp variance=rounded, such as vllm-eager"
-            )  # fmt: skip
+            raise lost_sum(self.number - 1, f"layer {self.number}", *UNROUNDED)
 
 
-def lost_sum(number: int, what: str, instead: str) -> InputError:
-    """The error of layer ``number`` whose input is not what the layer below returned. what: the contract does; instead: what needs no such sum."""
+# what the contract does, and what needs no such sum
+UNROUNDED = (
+    "normalises the sum before it is rounded",
+    "a contract with sum=lp variance=rounded, such as vllm-eager",
+)
+
+
+def lost_sum(number: int, reader: str, what: str, instead: str) -> InputError:
+    """The error of ``reader``, whose input is not the tensor that layer ``number`` made. what: the contract does; instead: what needs no such sum."""
     return InputError(
-        f"the unrounded residual sum of layer {number - 1} did not reach layer {number}",
-        detail=f"the contract {what}, and the hidden states handed to this layer are another tensor than the one the layer below returned",
-        hint=f"a hook that replaces hidden states, or a device map that moves them between layers, needs {instead}",
+        f"the unrounded residual sum of layer {number} did not reach {reader}",
+        detail=f"the contract {what}, and the hidden states handed to {reader} are another tensor than the one that layer {number} made",
+        hint=f"a hook that replaces hidden states, a device map that moves them between layers, and torch.compile of single layers or together with "
+        f"gradient checkpointing need {instead}",
     )
 
 

@@ -155,10 +155,10 @@ _ALL = (
     ),
     _preset(
         "vllm-compiled",
-        "vLLM's default on CUDA: native ops through Inductor, graphs cut at attention, so that a layer's first sum is not rounded",
+        "vLLM's default on CUDA: native ops through Inductor, graphs cut at attention: the MLP's add reads attention's sum unrounded",
         versions="vllm 0.20-0.33",
-        source="ir/ops/layernorm.py, rotary_embedding/common.py, activation.py under Inductor",
-        evidence="run",
+        source="ir/ops/layernorm.py, rotary_embedding/common.py, activation.py under Inductor; splitting_ops of its compilation",
+        evidence="run (0.26.0), inductor",
         rms=_RMS_FP32,
         rope=_ROPE_LP_CACHE,
         swiglu=_SILU_FP32,

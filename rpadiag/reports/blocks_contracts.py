@@ -24,6 +24,10 @@ SITES_OF = {"rope": "q_rope", "swiglu": "act", "rmsnorm": "input_norm", "qk_norm
 ALIGNED_BY = ("rope", "swiglu", "rmsnorm")
 STACKS = ("trainer", "rollout")
 SUMS = "residual sums"  # between regions: the carry of a preset or file, set with the norm that reads them
+FOUR_NORMS = (
+    "gemma2",
+    "gemma3",
+)  # of which it is not known what a compiled engine carries, and for which align carries nothing
 CARRIED = {
     "lp": "each stored in {dtype}",
     "layer": "attention's unrounded where the MLP's is added",
@@ -66,7 +70,9 @@ def contracts_block(run: Run, key: str) -> Block | None:
     found = {stack: contracts_of(run, stack) for stack in STACKS}
     regions = _regions(manifest, found)
     dtype = SHORT.get(str((manifest.get("trainer") or {}).get("dtype")), "bf16")
-    differing = [r for r in regions if _differ(found, r)] + [SUMS] * _carries_differ(found)
+    differing = [r for r in regions if _differ(found, r)]
+    if _carries_differ(found):
+        differing.append(SUMS)
     tables = [t for t in (_contract_table(regions, found, dtype), setup_table(manifest)) if t is not None]
     return Block(
         key=f"{key}-contracts",
@@ -75,7 +81,7 @@ def contracts_block(run: Run, key: str) -> Block | None:
         tables=tables,
         notes=[f"{stack.capitalize()}: {found[stack].how}." for stack in STACKS],
         commands=_commands(
-            run, [r for r in ALIGNED_BY if r in differing or (r == "rmsnorm" and SUMS in differing)], found
+            run, _to_align(differing, (manifest["trainer"].get("aligned") or {}).get("regions") or ()), found
         ),
     )
 
@@ -93,7 +99,8 @@ def contracts_of(run: Run, stack: str) -> Found:
             how=f"fingerprinted bit for bit on {determined} of {len(layers)} sites of this run{as_known}",
             measured=True,
             undetermined=fingerprint.get("undetermined") or {},
-            carry=_carry(fingerprint.get("carry")),
+            carry=_carry(fingerprint.get("carry"))
+            or ("lp" if layers else None),  # whose operations are seen one by one stores each sum
         )
     facts = run.manifest.get(stack) or {}
     offset = str(facts.get("family", "")).startswith("gemma")
@@ -123,12 +130,13 @@ def known_of(stack: str, facts: Mapping[str, Any], manifest: Mapping[str, Any], 
     if name is None:
         return Found(contracts={}, how=why)
     preset = PRESETS[name]
+    untold = preset.carry != "lp" and str(facts.get("family", "")).startswith(FOUR_NORMS)
     label = _label(stack, facts, manifest)
     return Found(
         contracts=_of_preset(preset, offset=offset),
         how=f"{label}, known as {name} ({preset.versions}); {why}",
-        preset=name,
-        carry=preset.carry,
+        preset="fp32-output" if untold else name,
+        carry=None if untold else preset.carry,
     )
 
 
@@ -246,7 +254,7 @@ def _contract_table(regions: Sequence[str], found: Mapping[str, Found], dtype: s
             emphasis.append(len(rows))
         words = [CARRIED[c].format(dtype=dtype) if c is not None else "not known" for c in carries]
         part = f"{words[0]} against {words[1]}" if differ else "not known" if None in carries else "same"
-        rows.append([SUMS, *words, part, "--align rmsnorm" if differ else "nothing"])
+        rows.append([SUMS, *words, part, _to_set("rmsnorm", [SUMS] if differ else [], known=None not in carries)])
     titles = ("region", "trainer", "rollout", "where they part", "to align")
     return Table(
         caption="Where each stack rounds, by region",
@@ -286,6 +294,12 @@ def _to_set(region: str, axes: Sequence[str], *, known: bool) -> str:
     if region in ALIGNED_BY:
         return f"--align {region}"
     return "with rmsnorm and rope: both read it"
+
+
+def _to_align(differing: Sequence[str], aligned: Sequence[str]) -> list[str]:
+    """Regions to align; those that are aligned already are named again, as one contract is for all."""
+    needed = [r for r in ALIGNED_BY if r in differing or (r == "rmsnorm" and SUMS in differing)]
+    return [r for r in ALIGNED_BY if r in needed or r in aligned] if needed else []
 
 
 def _lead(regions: Sequence[str], differing: Sequence[str], found: Mapping[str, Found]) -> str:

@@ -100,7 +100,9 @@ def fingerprint_blocks(trainer: TrainerEngine, bundle: Bundle) -> BlockFingerpri
             _of(best, silu=silu, norm=norm, carry=carry)
             for silu in ("fp32", "lp")
             for norm in NORMS
-            for carry in (("lp", "layer") if norm == NORMS[0] else ("lp",))
+            for carry in (
+                ("lp", "layer") if norm == NORMS[0] and best.rmsnorm(offset=False).scale == "fp32" else ("lp",)
+            )
         ]
         tried["layer"] = _ranked(rows, 1, second)
         best = tried["layer"][0].preset

@@ -187,3 +187,29 @@ def test_run_whose_process_is_gone_is_interrupted_and_one_that_trains_is_not(tmp
 def test_what_stopped_a_run_is_said_and_not_what_its_libraries_said_last(tmp_path: Path, log: str, said: str) -> None:
     (tmp_path / "log").write_text(log, encoding="utf-8")
     assert sweep._last_line(tmp_path / "log") == said
+
+
+def test_determinism_is_strict_inside_and_as_it_was_afterwards_even_after_an_error() -> None:
+    pytest.importorskip("trl")
+    import torch
+    from trainer import deterministic
+
+    def now() -> tuple[bool, bool, bool]:
+        return (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.backends.cuda.cudnn_sdp_enabled(),
+        )
+
+    def fail_inside() -> None:
+        with deterministic(True):
+            assert now() == (True, False, False)
+            with deterministic(False):
+                assert now() == (False, False, False)
+            assert now() == (True, False, False)
+            raise ValueError("inside")
+
+    before = now()
+    with pytest.raises(ValueError, match="inside"):
+        fail_inside()
+    assert now() == before

@@ -107,6 +107,10 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     return {
         "rmsnorm": (ops.rmsnorm.default, (x, r, w, EPS, contract["rmsnorm"])),
         "rmsnorm without residual": (ops.rmsnorm.default, (x, None, w, EPS, contract["rmsnorm"])),
+        "rmsnorm of columns": (
+            ops.rmsnorm.default,
+            (values(64, 4, dtype=torch.bfloat16, seed=1).t(), None, w, EPS, contract["rmsnorm"]),
+        ),
         "rmsnorm_backward": (
             ops.rmsnorm_backward.default,
             (x.detach(), r.detach(), x.detach(), None, w.detach(), rstd, contract["rmsnorm"], True),

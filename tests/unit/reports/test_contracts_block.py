@@ -152,9 +152,16 @@ def test_sums_that_are_not_rounded_stand_below_the_regions_and_are_aligned_with_
     block = block_of(run)
     assert rows(block)["rmsnorm"][2] == "same"
     assert rows(block)["residual sums"][3] == "--align rmsnorm"
-    assert 'regions=("rmsnorm",)' in block.commands[1].code
+    assert 'regions=("rope", "swiglu", "rmsnorm")' in block.commands[1].code  # what is aligned already stays so
 
     run.manifest["trainer"]["aligned"] = {**aligned, "contracts": {**contracts, "carry": "layer"}}
     block = block_of(run)
     assert rows(block)["residual sums"] == [unrounded, unrounded, "same", "nothing"]
     assert "The stacks part" not in block.lead[0]
+
+
+def test_sums_of_layers_with_four_norms_are_not_known_and_what_is_recommended_can_be_followed(run: Run) -> None:
+    run.manifest["rollout"] |= {"device": "cuda", "enforce_eager": False, "family": "gemma2"}
+    found = contracts_of(run, "rollout")
+    assert (found.carry, found.preset) == (None, "fp32-output")
+    assert "known as vllm-compiled" in found.how
