@@ -155,8 +155,7 @@ class StackOptions(ModelOptions):
             )
         if self.mode == "compiled" and rollout != "vllm":
             raise UsageError(
-                "--mode compiled needs the real engine",
-                hint=f"use {flag} emulated --emulate vllm-compiled, or vllm-cpu-compiled for the CPU engine",
+                "--mode compiled needs the real engine", hint=f"use {flag} emulated --emulate vllm-compiled"
             )
 
 
