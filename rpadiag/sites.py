@@ -19,6 +19,8 @@ from functools import cache
 from rpadiag.errors import UsageError, unknown_name
 
 ALIGNABLE_REGIONS = ("rope", "swiglu", "rmsnorm")
+ALIGN_NAMES = (*ALIGNABLE_REGIONS, "qk_norm")  # of --align, which takes ALL as well
+ALL = "all"  # what the contract names and the model has
 REGIONS = (
     *ALIGNABLE_REGIONS,
     "qk_norm",
@@ -257,6 +259,12 @@ def _selects_nothing(pattern: str, points: Sequence[str]) -> UsageError:
         detail=f"known sites: {', '.join(points)} (per layer as layers.N.<site>)",
         hint=hint,
     )
+
+
+def check_aligned(names: Iterable[str]) -> tuple[str, ...]:
+    """Validate the names given to ``--align``: some of ALIGN_NAMES, or ``all`` alone."""
+    names = tuple(names)
+    return names if names == (ALL,) else check_regions(names, known=ALIGN_NAMES)
 
 
 def check_regions(names: Iterable[str], *, known: Sequence[str] = ALIGNABLE_REGIONS) -> tuple[str, ...]:

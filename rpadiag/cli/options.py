@@ -10,7 +10,7 @@ import typer
 
 from rpadiag.cli import completion
 from rpadiag.errors import MissingDependencyError, unknown_name
-from rpadiag.workflows.arguments import named_regions
+from rpadiag.workflows.arguments import aligned_regions
 from rpadiag.workflows.options import ATTENTIONS, DEFAULT_CONTRACT, DTYPES, MODES, ROLLOUTS
 from rpadiag.workflows.sharding import SHARDS
 
@@ -115,7 +115,7 @@ Align = Annotated[
     typer.Option(
         "--align",
         metavar="REGIONS",
-        help="Align the trainer first: rope,swiglu,rmsnorm or all.",
+        help="Align the trainer first: of rope,swiglu,rmsnorm,qk_norm, or all that the model has.",
         autocompletion=completion.regions,
     ),
 ]
@@ -173,7 +173,7 @@ Format = Annotated[
 
 def regions_of(text: str | None) -> tuple[str, ...]:
     """``rope,swiglu`` as a tuple, none without text."""
-    return () if text is None else named_regions(text)
+    return () if text is None else aligned_regions(text)
 
 
 def check_format(name: str) -> str:

@@ -35,7 +35,7 @@ from rpadiag.regions.align_modules import (
 )
 from rpadiag.regions.ops import NormRopeOperation, RmsNormOperation, RopeOperation, SwigluOperation
 from rpadiag.regions.presets import Preset, find_preset, load_preset, preset_from_dict, vllm_cpu_preset
-from rpadiag.sites import check_regions
+from rpadiag.sites import ALL, check_regions
 
 REGIONS = ("rope", "swiglu", "rmsnorm", "qk_norm")
 ContractLike = str | Path | Preset | Contract | Mapping[str, Any]
@@ -128,9 +128,10 @@ def align(
     """Replace the rounding of ``regions`` in ``model`` by that of ``contract``, in place; returns the way back.
 
     model: a transformers causal LM or decoder of a known family, wrapped or not (PEFT, FSDP). regions: any of
-    rope, swiglu, rmsnorm, qk_norm; by default all that the contract names and the model has. contract: a preset's name,
-    a JSON file (as fingerprint writes), a Preset, one region's Contract, or a mapping from region to contract. layers:
-    numbers of the layers to align; all by default. The final norm goes with the last layer. kernels: ``auto`` runs the
+    rope, swiglu, rmsnorm, qk_norm; by default (``all``) what the contract names and the model has. contract: a preset's name
+    (``fp32-output``, ``vllm-compiled``, ``vllm-eager``, ``vllm-cpu``, ...; a wrong name is told all), a JSON file (as fingerprint writes),
+    a Preset, one region's Contract, or a mapping from region to contract. Which residual sums a preset or file leaves unrounded
+    (its carry) comes with rmsnorm. layers: numbers of the layers to align; all by default. The final norm goes with the last layer. kernels: ``auto`` runs the
     Triton kernels on CUDA where they are installed, ``reference`` never, ``triton`` always.
 
     Errors: InputError for a model of another family, listing the known ones; UsageError for unknown names, for a region
@@ -200,7 +201,7 @@ def _custom(regions: Mapping[str, Contract]) -> Preset:
 
 def _choose_regions(decoder: Decoder, preset: Preset, regions: Sequence[str] | None) -> tuple[str, ...]:
     absent = absent_regions(decoder)
-    if regions is None:
+    if regions is None or regions == ALL or tuple(regions) == (ALL,):
         named = (r for r in REGIONS if r in preset.regions and not (r == "qk_norm" and "rmsnorm" not in preset.regions))
         chosen = tuple(r for r in named if r not in absent)
     else:
@@ -305,7 +306,7 @@ def _align_carried_norms(alignment: Alignment, decoder: Decoder) -> None:
         raise UsageError(
             f"carry={alignment.carry} is for layers with two norms that read unrounded sums and round nothing inside, stored to nearest",
             detail=f"the model is {family.name}, the contract {contract.name()}",
-            hint="use carry=lp, as contract fp32-output does",
+            hint="use contract fp32-output, or carry=lp in a contract of your own",
         )
     channel, operation = Channel(), RmsNormOperation(contract, alignment.kernels)
     norm = CarriedNormForward(operation=operation, channel=channel)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rpadiag.errors import UsageError
-from rpadiag.sites import ALIGNABLE_REGIONS
+from rpadiag.sites import ALIGNABLE_REGIONS, ALL
 
 REGION_LISTS = ("align", "regions")  # a comma between names, or `all`
 WORDS = {"str": "text", "int": "a whole number", "float": "a number", "bool": "True or False", "Path": "a path"}
@@ -21,8 +21,13 @@ WORDS = {"str": "text", "int": "a whole number", "float": "a number", "bool": "T
 
 def named_regions(text: str) -> tuple[str, ...]:
     """``rope,swiglu`` as a tuple; ``all`` is every alignable region. Names are checked by the options class."""
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    return ALIGNABLE_REGIONS if names == ("all",) else names
+    names = aligned_regions(text)
+    return ALIGNABLE_REGIONS if names == (ALL,) else names
+
+
+def aligned_regions(text: str) -> tuple[str, ...]:
+    """``rope,swiglu`` as a tuple; ``all`` stays, because what it comes to depends on the model and the contract."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def of_types(options: Any, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,6 +61,8 @@ def _value(name: str, value: Any, kind: str) -> Any:
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
+        if name == "align":
+            return aligned_regions(value)
         return named_regions(value) if name in REGION_LISTS else (value,)
     if not isinstance(value, Iterable):
         raise refused(name, value, "a list of texts")

@@ -226,7 +226,8 @@ def _trainer(options: CaptureOptions, job: Job, collection: BundleCollection, en
 
         contract = options.contract or DEFAULT_CONTRACT
         alignment = enter(align_over_ranks(trainer, options.align, contract))
-        aligned = {"regions": list(options.align), "contract": contract, "contracts": alignment.to_dict()}
+        contracts = alignment.to_dict()
+        aligned = {"regions": list(contracts["regions"]), "contract": contract, "contracts": contracts}
 
     def captures(numbers: Sequence[int]) -> Iterator[tuple[int, TokenSequence, Path]]:
         for number in numbers:

@@ -179,7 +179,8 @@ def _align(options: CompareOptions, inputs: Inputs, run: RunWriter, stack: ExitS
     contract = options.contract or DEFAULT_CONTRACT
     run.set_effective(contract=contract)
     alignment = stack.enter_context(aligned(inputs.trainer, options.align, contract))
-    return {"regions": list(options.align), "contract": contract, "contracts": alignment.to_dict()}
+    contracts = alignment.to_dict()
+    return {"regions": list(contracts["regions"]), "contract": contract, "contracts": contracts}
 
 
 def _check_weights(run: RunWriter, inputs: Inputs, rollout: Rollout) -> list[str]:

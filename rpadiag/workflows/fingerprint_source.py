@@ -266,11 +266,11 @@ def _capture_trainer(
 
     trainer = inputs.trainer
     with ExitStack() as stack:
+        aligned: dict[str, Any] = {}
         if stacks.align:
-            stack.enter_context(
-                align(trainer.model, regions=stacks.align, contract=stacks.contract or DEFAULT_CONTRACT)
-            )
-        aligned = {"aligned": list(stacks.align)} if stacks.align else {}
+            contract = stacks.contract or DEFAULT_CONTRACT
+            alignment = stack.enter_context(align(trainer.model, regions=stacks.align, contract=contract))
+            aligned = {"aligned": list(alignment.contracts)}
         writer = stack.enter_context(BundleWriter(directory, {**trainer.manifest(), **aligned}))
         for i, sequence in enumerate(sequences):
             writer.begin(i)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rpadiag.errors import UsageError, unknown_name
-from rpadiag.sites import ALIGNABLE_REGIONS, check_patterns, check_regions
+from rpadiag.sites import ALIGNABLE_REGIONS, check_aligned, check_patterns, check_regions
 from rpadiag.workflows.sharding import check_shard
 
 DTYPES = ("bfloat16", "float16", "float32", "auto")
@@ -138,7 +138,7 @@ class StackOptions(ModelOptions):
             raise UsageError("--engine-arg is an argument of vLLM", hint="leave it out, or use the real engine")
         check_shard(self.shard, tp=self.tp)
         check_patterns(self.sites)
-        check_regions(self.align)
+        check_aligned(self.align)
         if self.contract is not None and not self.align:
             raise UsageError(
                 "--contract names what an aligned trainer follows, and no region is aligned",
@@ -387,7 +387,7 @@ class ScoringOptions:
         _one_of("dtype", self.dtype, DTYPES)
         _check_device(self.device)
         _one_of("attention", self.attention, ATTENTIONS)
-        check_regions(self.align)
+        check_aligned(self.align)
         if self.temperature is not None and not self.temperature > 0:
             raise UsageError(f"--temperature must be above 0, not {self.temperature:g}")
         if self.contract is not None and not self.align:

@@ -212,7 +212,8 @@ def start_scoring(options: ScoringOptions, run: RunWriter | None, progress: Prog
         if options.align:
             contract = options.contract or DEFAULT_CONTRACT
             alignment = stack.enter_context(align(trainer.model, regions=options.align, contract=contract))
-            aligned = {"regions": list(options.align), "contract": contract, "contracts": alignment.to_dict()}
+            contracts = alignment.to_dict()
+            aligned = {"regions": list(contracts["regions"]), "contract": contract, "contracts": contracts}
         if run is not None:
             run.set_effective(device=device, dtype=str(trainer.dtype).removeprefix("torch."))
             run.set_manifest(trainer={**trainer.manifest(), "model": options.model, "aligned": aligned})
