@@ -33,7 +33,7 @@ from table import write_table
 
 HERE = Path(__file__).parent
 START_S = 45.0  # from the start of a process to its first round, where nothing was measured yet
-ROUND_S = 3.0
+ROUND_S = 5.0  # on an H200, beside others
 MARGIN_S = 30.0  # a run stops itself this long before the limit, for its last round, checkpoint and table
 GRACE_S = 20.0  # after the limit, before a process is ended
 # the last line of a traceback, as torch marks it

@@ -205,7 +205,8 @@ def _choose_regions(decoder: Decoder, preset: Preset, regions: Sequence[str] | N
         named = (r for r in REGIONS if r in preset.regions and not (r == "qk_norm" and "rmsnorm" not in preset.regions))
         chosen = tuple(r for r in named if r not in absent)
     else:
-        chosen = check_regions([regions] if isinstance(regions, str) else regions, known=REGIONS)
+        named = [part.strip() for part in regions.split(",")] if isinstance(regions, str) else regions
+        chosen = check_regions(named, known=REGIONS)
     for region in chosen:
         if region in absent:
             raise UsageError(f"the model has no region {region}", detail=absent[region], hint=f"leave {region} out")
@@ -234,6 +235,11 @@ def absent_regions(decoder: Decoder) -> dict[str, str]:
 def _choose_layers(num_layers: int, layers: Iterable[int] | None) -> tuple[int, ...]:
     if layers is None:
         return tuple(range(num_layers))
+    given: object = layers
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise UsageError(
+            f"layers takes numbers in a list, not {layers!r}", hint=f"layers=[{layers}], or leave it out to align all"
+        )
     numbers = tuple(sorted(set(layers)))
     if not numbers:
         raise UsageError("no layers to align", hint="leave layers out to align all of them")

@@ -151,3 +151,14 @@ def test_presets_survive_json() -> None:
 
 def test_fp32_output_is_vllm_compiled() -> None:
     assert PRESETS["fp32-output"].regions == PRESETS["vllm-compiled"].regions
+
+
+def test_regions_may_be_one_text_and_layers_are_a_list() -> None:
+    model = make_model("llama")
+    with rpadiag.align(model, "rope, rmsnorm") as alignment:
+        assert list(alignment.contracts) == ["rope", "rmsnorm"]
+    with rpadiag.align(model, "all") as alignment:
+        assert list(alignment.contracts) == ["rope", "swiglu", "rmsnorm"]
+    for layers in (3, "0"):
+        with pytest.raises(UsageError, match=r"layers takes numbers in a list, not .*\nhint: layers=\["):
+            rpadiag.align(model, layers=layers)  # type: ignore[arg-type]
