@@ -205,8 +205,8 @@ def _choose_regions(decoder: Decoder, preset: Preset, regions: Sequence[str] | N
         named = (r for r in REGIONS if r in preset.regions and not (r == "qk_norm" and "rmsnorm" not in preset.regions))
         chosen = tuple(r for r in named if r not in absent)
     else:
-        named = [part.strip() for part in regions.split(",")] if isinstance(regions, str) else regions
-        chosen = check_regions(named, known=REGIONS)
+        given = [part.strip() for part in regions.split(",")] if isinstance(regions, str) else regions
+        chosen = check_regions(given, known=REGIONS)
     for region in chosen:
         if region in absent:
             raise UsageError(f"the model has no region {region}", detail=absent[region], hint=f"leave {region} out")
