@@ -133,7 +133,7 @@ _ALL = (
     ),
     _preset(
         "hf-compiled-cpu",
-        "transformers modules under torch.compile on the CPU",
+        "transformers modules on the CPU, each under torch.compile by itself; a model compiled whole rounds where Inductor stores its stream",
         versions="torch 2.13",
         source="Inductor elides casts to lp and back (emulate_precision_casts=False)",
         evidence="run",
@@ -144,7 +144,7 @@ _ALL = (
     ),
     _preset(
         "hf-compiled-cuda",
-        "transformers modules under torch.compile on CUDA, hidden size above 1024 (below: as fp32-output)",
+        "transformers modules on CUDA, each under torch.compile by itself, hidden size above 1024 (below: as fp32-output)",
         versions="torch 2.13",
         source="generated Triton code; the looped reduction reads the sum twice, the second time as stored",
         evidence="inductor",

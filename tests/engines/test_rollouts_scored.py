@@ -192,4 +192,9 @@ def test_aligned_trainer_scores_otherwise(
         capsys, path, "--model", model, "--align", "all", "--contract", "vllm-cpu", "--run", tmp_path / "run"
     )
     assert aligned["metrics"]["mean_abs_d"] != plain["metrics"]["mean_abs_d"]
-    assert open_run(tmp_path / "run").manifest["trainer"]["aligned"]["regions"] == ["rope", "swiglu", "rmsnorm", "qk_norm"]
+    assert open_run(tmp_path / "run").manifest["trainer"]["aligned"]["regions"] == [
+        "rope",
+        "swiglu",
+        "rmsnorm",
+        "qk_norm",
+    ]
