@@ -61,6 +61,11 @@ def arm_of(name: str) -> Arm:
     return known[name]
 
 
+def contract_for(name: str, given: str | None) -> str | None:
+    """``given`` for an arm that follows the engine, None for the others, whose runs are the same without it."""
+    return given if arm_of(name).contract == ENGINE else None
+
+
 def contract_of(arm: Arm, *, device: str, mode: str, given: str | None = None) -> str:
     """Preset or JSON file that the arm's regions follow. given: a file of ``rpadiag fingerprint`` for the engine's own."""
     if arm.contract != ENGINE:

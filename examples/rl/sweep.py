@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from arguments import check_contract, check_limits, check_seed
-from arms import ARMS, CONTROLS, ENGINE, arm_of
+from arms import ARMS, CONTROLS, ENGINE, arm_of, contract_for
 from directory import Spec, check_identity, is_taken, read_json, rows_at
 from engine import MODES
 from models import NAMES, RECIPES, recipe_of
@@ -238,7 +238,7 @@ def checked_runs(given: argparse.Namespace) -> list[Run]:
     for run in runs:
         spec = Spec(
             model=run.model, arm=run.arm, seed=run.seed, preset=given.preset, overrides=tuple(given.set), engine=given.engine,
-            contract=given.contract,
+            contract=contract_for(run.arm, given.contract),
         )  # fmt: skip
         check_identity(spec, run.directory)
         if (run.directory / "steps.parquet").exists():

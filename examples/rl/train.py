@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from arguments import check_contract, check_limits, check_seed, said_by
-from arms import ARMS, CONTROLS, arm_of, contract_of
+from arms import ARMS, CONTROLS, arm_of, contract_for, contract_of
 from directory import Spec, alone_in, check_identity, drop_runs_after, rows_at, step_of
 from engine import MODES, engine_arguments, own_rendezvous, seeded_engine
 from models import NAMES, SMOLLM2, ensure, task_of
@@ -260,7 +260,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     spec = Spec(
         model=given.model, arm=given.arm, seed=given.seed, preset=given.preset, overrides=tuple(given.set), engine=given.engine,
-        contract=given.contract,
+        contract=contract_for(given.arm, given.contract),
     )  # fmt: skip
     deadline = None if given.seconds is None else started + given.seconds
     from rpadiag.errors import RpadiagError

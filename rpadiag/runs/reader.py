@@ -213,13 +213,19 @@ def _to_pandas(table: Table, found: pa.Table, categories: Sequence[str] = ()) ->
     return frame
 
 
+def _runs_in(where: Path, most: int = 5) -> str:
+    """Hint that names the directories in ``where`` that look like runs; empty where none does."""
+    names = [p.parent.name for p in sorted(where.glob(f"*/{MANIFEST}"))]
+    return f"it holds {', '.join(names[:most])}{' and others' if len(names) > most else ''}: name one" if names else ""
+
+
 def open_run(path: str | Path) -> Run:
     """Open a complete run. Raises InputError for a missing directory, a run that did not finish, or another format."""
     where = Path(path)
     if not where.is_dir():
         raise InputError(f"run {where} does not exist", hint=_NAME_A_RUN)
     if not (where / MANIFEST).exists():
-        raise InputError(f"{where} is not a run", detail=f"it has no {MANIFEST}", hint=_NAME_A_RUN)
+        raise InputError(f"{where} is not a run", detail=f"it has no {MANIFEST}", hint=_runs_in(where) or _NAME_A_RUN)
     manifest = _load(where / MANIFEST)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT_NAME:
         raise InputError(f"{where} is not a run", detail=f"its {MANIFEST} is of another kind", hint=_NAME_A_RUN)

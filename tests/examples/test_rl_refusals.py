@@ -101,6 +101,25 @@ def test_sweep_refuses_what_no_run_can_be_made_of_before_it_starts_one(given: di
         sweep.checked_runs(asked(**given))
 
 
+def test_contract_is_part_of_the_runs_that_follow_the_engine_and_of_no_other(tmp_path: Path) -> None:
+    (run,) = sweep.checked_runs(asked(out=tmp_path))
+    run.directory.mkdir()
+    table.write_table(run.directory / "steps.parquet", [row("bf16", 0)], {})
+    spec = directory.Spec(model="qwen3-micro", arm="bf16", seed=0, preset="micro")
+    (run.directory / "run.json").write_text(json.dumps(spec.to_dict()), encoding="utf-8")
+    both = {"arms": ["bf16", "engine"], "out": tmp_path}
+    assert len(sweep.checked_runs(asked(contract="vllm-cpu", **both))) == 2
+    _, engine = sweep.checked_runs(asked(**both))
+    engine.directory.mkdir()
+    table.write_table(engine.directory / "steps.parquet", [row("engine", 0)], {})
+    (engine.directory / "run.json").write_text(
+        json.dumps(spec.to_dict() | {"arm": "engine", "contract": "vllm-cpu"}), encoding="utf-8"
+    )
+    assert len(sweep.checked_runs(asked(contract="vllm-cpu", **both))) == 2
+    with pytest.raises(SystemExit, match="holds another run"):
+        sweep.checked_runs(asked(**both))
+
+
 def test_contract_without_all_regions_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "contract.json"
     path.write_text('{"regions": {"rope": {}}}', encoding="utf-8")

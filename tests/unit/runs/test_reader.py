@@ -24,7 +24,15 @@ def edit_manifest(path: Path, **changes: Any) -> None:
 def test_a_missing_directory_and_a_directory_without_a_manifest_are_input_errors(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="does not exist"):
         open_run(tmp_path / "nowhere")
-    with pytest.raises(InputError, match=r"is not a run\nit has no manifest\.json"):
+    with pytest.raises(InputError, match=r"is not a run\nit has no manifest\.json\nhint: name a directory that"):
+        open_run(tmp_path)
+
+
+def test_a_directory_of_runs_names_them(tmp_path: Path) -> None:
+    for name in "fedcba":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text("{}")
+    with pytest.raises(InputError, match="hint: it holds a, b, c, d, e and others: name one"):
         open_run(tmp_path)
 
 
