@@ -15,7 +15,7 @@ from typing import Any
 from rpadiag.contracts import Contract, RmsNormContract, contract_from_dict
 from rpadiag.errors import InputError
 from rpadiag.regions.fingerprint import Fingerprint
-from rpadiag.regions.presets import PRESETS, Preset
+from rpadiag.regions.presets import CARRIES, PRESETS, Preset
 
 FORMAT = "rpadiag-fingerprint/1"
 FUSED_ONLY = ("sum", "variance")  # axes that a norm without a residual does not have
@@ -95,6 +95,16 @@ def agreeing_presets(region: str, contract: Contract, *, fused: bool = True) -> 
     )
 
 
+def common_presets(summaries: Mapping[str, RegionSummary], carry: str | None = "lp") -> list[str]:
+    """Names of the presets that agree in every region that was told.
+
+    carry: which residual sums are rounded; operations seen one by one store each. It counts where the norm was told. None: not known.
+    """
+    told = {r: set(s.presets) for r, s in summaries.items() if s.contract is not None}
+    carries = (carry,) if carry is not None and "rmsnorm" in told else CARRIES
+    return [n for n, p in PRESETS.items() if told and p.carry in carries and all(n in names for names in told.values())]
+
+
 def known_as(presets: Sequence[str]) -> str:
     """Words in brackets for the implementations that agree, the first few of them."""
     return f" (as {', '.join(presets[:4])})" if presets else " (no known implementation does this)"
@@ -117,12 +127,10 @@ def with_backward(contract: Contract) -> Contract:
 
 
 def file_content(
-    summaries: Mapping[str, RegionSummary], sites: Mapping[str, Fingerprint], *, source: Mapping[str, Any]
-) -> dict[str, Any]:
-    """JSON content of a fingerprint file."""
+    summaries: Mapping[str, RegionSummary], sites: Mapping[str, Fingerprint], *, source: Mapping[str, Any], carry: str | None = "lp",
+) -> dict[str, Any]:  # fmt: skip
+    """JSON content of a fingerprint file. carry: as in :func:`common_presets`."""
     determined = {r: s.contract for r, s in summaries.items() if s.contract is not None}
-    common = [set(s.presets) for s in summaries.values() if s.contract is not None]
-    presets = [p for p in PRESETS if common and all(p in c for c in common)]
     return {
         "format": FORMAT,
         "name": "fingerprint",
@@ -132,7 +140,7 @@ def file_content(
         "evidence": "run",
         "regions": {r: with_backward(c).to_dict() for r, c in determined.items()},
         "undetermined": {r: s.reason for r, s in summaries.items() if s.contract is None},
-        "presets": presets,
+        "presets": common_presets(summaries, carry),
         "layers": {site: f.to_dict() for site, f in sites.items()},
         "captured": dict(source),
     }

@@ -44,7 +44,6 @@ class FingerprintResult:
 def run_fingerprint(options: FingerprintOptions, progress: Progress = SILENT) -> FingerprintResult:
     """Fingerprint what the options name; write the file to ``output``, or into the run or bundle directory."""
     from rpadiag.regions.fingerprint_file import file_content, summarise
-    from rpadiag.regions.presets import PRESETS
     from rpadiag.workflows.fingerprint_blocks import block_findings, can_tell, fingerprint_blocks
     from rpadiag.workflows.fingerprint_sites import Captured, captured_from, fingerprint_sites, weights_of
 
@@ -66,12 +65,10 @@ def run_fingerprint(options: FingerprintOptions, progress: Progress = SILENT) ->
     if blocks is not None:
         findings = [*block_findings(blocks, unseen, source.label), *(f for f in findings if f.region not in unseen)]
         summaries |= {r: blocks.summary(r) for r in unseen}
-    content = file_content(summaries, found.sites, source=source.facts)
+    carry = "lp" if blocks is None else blocks.carry
+    content = file_content(summaries, found.sites, source=source.facts, carry=carry)
     if blocks is not None:
-        content |= {"blocks": blocks.to_dict()}
-    if blocks is not None and blocks.carry is not None:
-        alike = [name for name in content["presets"] if PRESETS[name].carry == blocks.carry]
-        content |= {"carry": blocks.carry, "presets": alike}
+        content |= {"blocks": blocks.to_dict()} | ({} if carry is None else {"carry": carry})
     target = options.output or source.directory
     path = None
     if target is not None:
@@ -96,8 +93,7 @@ def _check_writable(output: Path | None) -> None:
 
 def _findings(summaries: Mapping[str, RegionSummary], found: SiteFingerprints, label: str) -> Iterator[Finding]:
     """One sentence per region, then the sites that do not follow it, the implementations that agree, what was not seen."""
-    from rpadiag.regions.fingerprint_file import known_as
-    from rpadiag.regions.presets import PRESETS
+    from rpadiag.regions.fingerprint_file import common_presets, known_as
 
     for rank, (region, s) in enumerate(summaries.items()):
         numbers = {"num_sites": s.num_sites, "num_determined": s.num_determined, "num_disagreeing": len(s.disagreeing)}
@@ -127,11 +123,10 @@ def _findings(summaries: Mapping[str, RegionSummary], found: SiteFingerprints, l
             yield Finding(
                 code="site-disagrees", severity="warning", text=text, region=region, site=site, rank=10 + rank
             )
-    shared = [set(s.presets) for s in summaries.values() if s.contract is not None]
-    together = [p for p in PRESETS if len(shared) > 1 and all(p in names for names in shared)]
-    if together:
-        regions = ", ".join(r for r, s in summaries.items() if s.contract is not None)
-        text = f"{regions} of {label} together: as {', '.join(together)}"
+    told = [r for r, s in summaries.items() if s.contract is not None]
+    together = common_presets(summaries)
+    if together and len(told) > 1:
+        text = f"{', '.join(told)} of {label} together: as {', '.join(together)}"
         yield Finding(code="presets", severity="info", text=text, numbers={"presets": together}, rank=9)
     for region, reason in found.missing.items():
         yield Finding(

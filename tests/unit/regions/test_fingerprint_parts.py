@@ -16,6 +16,7 @@ from rpadiag.regions.align import resolve
 from rpadiag.regions.fingerprint import Ambiguity, Fingerprint
 from rpadiag.regions.fingerprint_file import (
     agreeing_presets,
+    common_presets,
     file_content,
     level_one,
     read_fingerprint_file,
@@ -116,6 +117,17 @@ def test_no_site_gives_no_contract_and_a_reason() -> None:
 def test_every_preset_agrees_with_itself(name: str) -> None:
     for region, contract in PRESETS[name].regions.items():
         assert name in agreeing_presets(region, contract)
+
+
+def test_implementations_agree_in_which_sums_they_round_as_well_where_the_norm_was_told() -> None:
+    base = PRESETS["fp32-output"]
+    summaries = {r: summarise(r, {"a": told(base.regions[r])}) for r in ("rope", "swiglu", "rmsnorm")}
+    assert common_presets(summaries) == ["fp32-output", "flash-attn"]
+    assert common_presets(summaries, "layer") == ["vllm-compiled"]
+    assert {"fp32-output", "vllm-compiled", "vllm-cpu-compiled"} <= set(common_presets(summaries, None))
+    del summaries["rmsnorm"]
+    assert {"fp32-output", "vllm-compiled", "vllm-cpu-compiled"} <= set(common_presets(summaries))
+    assert common_presets({}) == []
 
 
 def test_file_survives_the_disk_and_is_a_contract_for_align(tmp_path: Path) -> None:
