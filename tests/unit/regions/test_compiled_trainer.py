@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 import torch._inductor.config as inductor
-from aligned_models import IDS, make_model
+from aligned_models import IDS, make_model, step
 
 import rpadiag
 from rpadiag.regions.presets import Preset, find_preset
@@ -48,3 +50,18 @@ def test_deeper_models_round_where_inductor_will_not_read_more_addends_again() -
     stream, *others = share_differing(2, carries, realize_reads_threshold=10**6)
     assert stream == 0
     assert min(others) > 0.2
+
+
+@pytest.mark.parametrize("contract", [None, "hf-eager", "fp32-output"])
+def test_a_compiled_trainer_scores_as_it_trains_only_where_it_is_aligned(contract: str | None) -> None:
+    model: Any = make_model("llama", num_hidden_layers=2)
+    model.config.use_cache = False
+    torch._dynamo.reset()
+    with nullcontext() if contract is None else rpadiag.align(model, contract=contract):
+        compiled = torch.compile(model)
+        with torch.no_grad():
+            scored = compiled(input_ids=IDS).logits
+        trained, _ = step(model, compiled)
+        uncompiled, _ = step(model)
+    assert torch.equal(scored, trained) == (contract is not None)
+    assert torch.equal(trained, uncompiled) == (contract is not None)
