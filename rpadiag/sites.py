@@ -18,8 +18,8 @@ from functools import cache
 
 from rpadiag.errors import UsageError, unknown_name
 
-ALIGNABLE_REGIONS = ("rope", "swiglu", "rmsnorm")
-ALIGN_NAMES = (*ALIGNABLE_REGIONS, "qk_norm")  # of --align, which takes ALL as well
+ALIGNABLE_REGIONS = ("rope", "swiglu", "rmsnorm")  # the three of the method, which every family has a part of
+ALIGN_NAMES = (*ALIGNABLE_REGIONS, "qk_norm")  # all that can be aligned
 ALL = "all"  # what the contract names and the model has
 REGIONS = (
     *ALIGNABLE_REGIONS,
@@ -264,6 +264,11 @@ def _selects_nothing(pattern: str, points: Sequence[str]) -> UsageError:
 def check_aligned(names: Iterable[str]) -> tuple[str, ...]:
     """Validate the names given to ``--align``: some of ALIGN_NAMES, or ``all`` alone."""
     names = tuple(names)
+    if ALL in names and len(names) > 1:
+        raise UsageError(
+            f"`{ALL}` stands alone, and {', '.join(n for n in names if n != ALL)} was given beside it",
+            hint="leave one of them out",
+        )
     return names if names == (ALL,) else check_regions(names, known=ALIGN_NAMES)
 
 

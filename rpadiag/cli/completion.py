@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 
-from rpadiag.sites import ALIGNABLE_REGIONS, LAYER_POINTS
+from rpadiag.sites import ALIGN_NAMES, ALL, LAYER_POINTS
 
 VARIABLE = "_RPADIAG_COMPLETE"  # set by the shell function that `rpadiag --install-completion` installs
 OUTSIDE_LAYERS = ("embed", "final_norm", "logits", "logprob")
@@ -40,7 +40,7 @@ def comma_separated(names: Iterable[str]) -> Complete:
     return complete
 
 
-regions = comma_separated(("all", *ALIGNABLE_REGIONS, "qk_norm"))
+regions = comma_separated((ALL, *ALIGN_NAMES))
 
 
 def contracts(incomplete: str) -> list[str]:

@@ -115,7 +115,7 @@ Align = Annotated[
     typer.Option(
         "--align",
         metavar="REGIONS",
-        help="Align the trainer first: of rope,swiglu,rmsnorm,qk_norm, or all that the model has.",
+        help="Regions to align in the trainer first: any of rope,swiglu,rmsnorm,qk_norm, or all that contract and model have.",
         autocompletion=completion.regions,
     ),
 ]

@@ -19,10 +19,10 @@ from rpadiag.engines.products import Product, fp32_product, own_product
 from rpadiag.engines.replay import replaced
 from rpadiag.engines.trainer_capture import attention_function, attention_override
 from rpadiag.errors import UsageError, unknown_name
-from rpadiag.regions.align import REGIONS as CONTRACT_REGIONS
 from rpadiag.regions.align import ContractLike, absent_regions, align, resolve
 from rpadiag.regions.align_families import Decoder, find_decoder
 from rpadiag.regions.presets import Preset
+from rpadiag.sites import ALIGN_NAMES
 
 ATTENTIONS = ("fp32", "eager")
 MEANINGS: Mapping[str, str] = {
@@ -147,7 +147,7 @@ def switchable_regions(model: nn.Module, contract: ContractLike) -> dict[str, st
 def _absent(decoder: Decoder, preset: Preset) -> dict[str, str]:
     """Regions without a switch, with the reason."""
     absent = {}
-    for region in CONTRACT_REGIONS:
+    for region in ALIGN_NAMES:
         if ("rmsnorm" if region == "qk_norm" else region) not in preset.regions:
             absent[region] = f"contract {preset.name} says nothing about it"
     return absent | absent_regions(decoder)

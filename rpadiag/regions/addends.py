@@ -25,7 +25,8 @@ class Channel:
 
     addends: (sum, x, residual), while compiling only. stored: (normed, stored sum), from a norm to its layer, left only
     while a layer listens, because whoever holds it holds the whole graph. ready: (stored sum, normed), from a layer that
-    did both in one operation to the norm that it calls next.
+    did both in one operation to the norm that it calls next. pending: a sum was left and nobody has read it yet; not while compiling, and not in a
+    backward pass, which runs layers again and no final norm.
     """
 
     def __init__(self) -> None:
@@ -33,11 +34,21 @@ class Channel:
         self.stored: tuple[Tensor, Tensor] | None = None
         self.listening = False
         self.ready: tuple[Tensor, Tensor] | None = None
+        self.pending = False
+
+    def hand(self, stored: Tensor, normed: Tensor) -> None:
+        """A layer has made ``normed`` of ``stored``, for the norm that it calls next."""
+        self.ready = stored, normed
+        if not torch.compiler.is_compiling():
+            self.pending = not _in_backward()
 
     def take_ready(self, stored: Tensor) -> Tensor | None:
         """The normed tensor that a layer has made of ``stored`` already, once."""
         ready, self.ready = self.ready, None
-        return ready[1] if ready is not None and ready[0] is stored else None
+        if ready is None or ready[0] is not stored:
+            return None
+        self.pending = False
+        return ready[1]
 
     def listen(self) -> None:
         """A layer is about to call a norm."""
@@ -61,6 +72,7 @@ def attach(total: Tensor, x: Tensor, residual: Tensor, channel: Channel) -> None
         return
     storage: Any = total.untyped_storage()
     setattr(storage, _ATTRIBUTE, (total.shape, _writes(total), x.detach(), residual.detach()))
+    channel.pending = not _in_backward()
 
 
 def addends_of(total: Tensor, channel: Channel) -> tuple[Tensor, Tensor] | None:
@@ -69,20 +81,25 @@ def addends_of(total: Tensor, channel: Channel) -> tuple[Tensor, Tensor] | None:
         kept, channel.addends = channel.addends, None
         return kept[1:] if kept is not None and kept[0] is total else None
     found = getattr(total.untyped_storage(), _ATTRIBUTE, None)
-    if found is None:
+    if found is None or found[:2] != (total.shape, _writes(total)):
         return None
-    shape, version, x, residual = found
-    return (x, residual) if shape == total.shape and version == _writes(total) else None
+    channel.pending = False
+    return found[2], found[3]
 
 
-def is_lost(x: Tensor, channel: Channel) -> bool:
-    """Was a sum left for the reader of ``x``, who has found none? Where graphs end between the two, as torch.compile of single layers makes them.
+def take_loss(x: Tensor, channel: Channel) -> bool:
+    """Was a sum left for the reader of ``x``, who has found none? True once for each.
 
-    A norm that is called by itself has no sum either, and is none of those.
+    Something between the two made another tensor: a hook, a move to another device, the end of a compiled graph. A norm that is called by
+    itself has no sum either, and is no loss; one that is compiled by itself cannot be told from the final norm of compiled layers, and is.
     """
-    left = torch.compiler.is_compiling() or channel.addends is not None
-    channel.addends = None
+    left = torch.compiler.is_compiling() or channel.addends is not None or channel.pending
+    channel.addends, channel.pending = None, False
     return left and x.dtype != torch.float32
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _writes(x: Tensor) -> int:

@@ -35,9 +35,8 @@ from rpadiag.regions.align_modules import (
 )
 from rpadiag.regions.ops import NormRopeOperation, RmsNormOperation, RopeOperation, SwigluOperation
 from rpadiag.regions.presets import Preset, find_preset, load_preset, preset_from_dict, vllm_cpu_preset
-from rpadiag.sites import ALL, check_regions
+from rpadiag.sites import ALIGN_NAMES, ALL, check_aligned
 
-REGIONS = ("rope", "swiglu", "rmsnorm", "qk_norm")
 ContractLike = str | Path | Preset | Contract | Mapping[str, Any]
 
 
@@ -129,7 +128,7 @@ def align(
 
     model: a transformers causal LM or decoder of a known family, wrapped or not (PEFT, FSDP). regions: any of
     rope, swiglu, rmsnorm, qk_norm; by default (``all``) what the contract names and the model has. contract: a preset's name
-    (``fp32-output``, ``vllm-compiled``, ``vllm-eager``, ``vllm-cpu``, ...; a wrong name is told all), a JSON file (as fingerprint writes),
+    (``fp32-output``, ``vllm-compiled``, ``vllm-eager``, ``vllm-cpu``, ...; an unknown name is answered with all of them), a JSON file (as fingerprint writes),
     a Preset, one region's Contract, or a mapping from region to contract. Which residual sums a preset or file leaves unrounded
     (its carry) comes with rmsnorm. layers: numbers of the layers to align; all by default. The final norm goes with the last layer. kernels: ``auto`` runs the
     Triton kernels on CUDA where they are installed, ``reference`` never, ``triton`` always.
@@ -192,8 +191,8 @@ def resolve(contract: ContractLike, *, dtype: str = "bfloat16") -> Preset:
 
 def _custom(regions: Mapping[str, Contract]) -> Preset:
     for region, contract in regions.items():
-        if region not in REGIONS:
-            raise unknown_name("region", region, REGIONS)
+        if region not in ALIGN_NAMES:
+            raise unknown_name("region", region, ALIGN_NAMES)
         if contract.region != region:
             raise UsageError(f"a contract of {contract.region} was given for region {region}")
     return Preset(name="custom", text="given in Python", versions="", source="", evidence="", regions=dict(regions))
@@ -201,12 +200,13 @@ def _custom(regions: Mapping[str, Contract]) -> Preset:
 
 def _choose_regions(decoder: Decoder, preset: Preset, regions: Sequence[str] | None) -> tuple[str, ...]:
     absent = absent_regions(decoder)
-    if regions is None or regions == ALL or tuple(regions) == (ALL,):
-        named = (r for r in REGIONS if r in preset.regions and not (r == "qk_norm" and "rmsnorm" not in preset.regions))
+    given = [part.strip() for part in regions.split(",")] if isinstance(regions, str) else regions
+    chosen = (ALL,) if given is None else check_aligned(given)
+    if chosen == (ALL,):
+        named = (
+            r for r in ALIGN_NAMES if r in preset.regions and not (r == "qk_norm" and "rmsnorm" not in preset.regions)
+        )
         chosen = tuple(r for r in named if r not in absent)
-    else:
-        given = [part.strip() for part in regions.split(",")] if isinstance(regions, str) else regions
-        chosen = check_regions(given, known=REGIONS)
     for region in chosen:
         if region in absent:
             raise UsageError(f"the model has no region {region}", detail=absent[region], hint=f"leave {region} out")
@@ -214,7 +214,9 @@ def _choose_regions(decoder: Decoder, preset: Preset, regions: Sequence[str] | N
         if needed not in preset.regions:
             raise UsageError(f"contract {preset.name} says nothing about region {needed}")
     if not chosen:
-        raise UsageError("no region to align", hint=f"choose from {', '.join(r for r in REGIONS if r not in absent)}")
+        raise UsageError(
+            "no region to align", hint=f"choose from {', '.join(r for r in ALIGN_NAMES if r not in absent)}"
+        )
     return chosen
 
 
@@ -295,7 +297,9 @@ def _align_norms(alignment: Alignment, decoder: Decoder) -> None:
         if aligned:
             first, second, *behind = _norm_order(layer, four_norms=family.four_norms)
             inside = dataclasses.replace(reads_sum, expects=(number, "its second norm") if reads_unrounded else None)
-            for norm, forward in ((first, reads_sum), (second, inside), *((n, plain) for n in behind)):
+            before = (number - 1, f"the first norm of layer {number}") if spec.incoming else None
+            outer = dataclasses.replace(reads_sum, expects=before)
+            for norm, forward in ((first, outer), (second, inside), *((n, plain) for n in behind)):
                 for own in own_modules(norm, family, "norm"):
                     alignment._install(own, forward)
     if last in chosen:
@@ -324,7 +328,8 @@ def _align_carried_norms(alignment: Alignment, decoder: Decoder) -> None:
         alignment._install(layer, spec)
         first, second = _norm_order(layer, four_norms=False)
         inside = dataclasses.replace(norm, expects=(number, "its second norm"))
-        for module, forward in ((first, norm), (second, inside)):
+        before = (number - 1, f"the first norm of layer {number}") if incoming else None
+        for module, forward in ((first, dataclasses.replace(norm, expects=before)), (second, inside)):
             for own in own_modules(module, family, "norm"):
                 alignment._install(own, forward)
     if last in alignment.layers:

@@ -21,9 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rpadiag.regions.addends import Channel, addends_of, attach, is_lost
-from rpadiag.regions.align_modules import lost_sum, norm_eps
+from rpadiag.regions.addends import Channel, addends_of, attach, take_loss
+from rpadiag.regions.align_modules import STORED, lost_sum, norm_eps
 from rpadiag.regions.ops import RmsNormOperation
+
+CARRIED = ("carries sums unrounded", STORED)  # what the contract does, and what needs no such sum
 
 
 class Widened(torch.autograd.Function):
@@ -87,8 +89,8 @@ class CarriedNormForward:
 
     def __call__(self, module: Any, hidden_states: Tensor) -> Tensor:
         wide = wide_sum(hidden_states, self.channel)
-        if wide is None and self.expects is not None and is_lost(hidden_states, self.channel):
-            raise lost_sum(*self.expects, "carries sums unrounded", "a contract with carry=lp")
+        if wide is None and self.expects is not None and take_loss(hidden_states, self.channel):
+            raise lost_sum(*self.expects, *CARRIED)
         if wide is None:
             return self.operation(hidden_states, module.weight, None, norm_eps(module))  # type: ignore[return-value]
         normed = self.operation(wide, module.weight.to(torch.float32), None, norm_eps(module))
@@ -112,9 +114,7 @@ class CarriedLayerForward:
         residual = hidden_states
         wide = wide_sum(hidden_states, self.channel)
         if wide is None and self.incoming and dtype != torch.float32:
-            raise lost_sum(
-                self.number - 1, f"layer {self.number}", "carries sums unrounded", "a contract with carry=lp"
-            )
+            raise lost_sum(self.number - 1, f"layer {self.number}", *CARRIED)
         if wide is not None:
             attach(hidden_states, wide, wide, self.channel)  # for the norm, which takes it again
             residual = wide if self.carry == "stream" else hidden_states

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rpadiag.errors import InputError
-from rpadiag.regions.addends import Channel, Reroute, addends_of, attach, is_lost
+from rpadiag.regions.addends import Channel, Reroute, addends_of, attach, take_loss
 from rpadiag.regions.align_families import Family
 from rpadiag.regions.ops import NormRopeOperation, RmsNormOperation, RopeOperation, SwigluOperation
 from rpadiag.regions.rounding import store
@@ -45,7 +45,7 @@ class NormForward:
         if ready is not None:
             return ready
         addends = addends_of(hidden_states, self.channel) if self.reads_sum else None
-        if addends is None and self.expects is not None and is_lost(hidden_states, self.channel):
+        if addends is None and self.expects is not None and take_loss(hidden_states, self.channel):
             raise lost_sum(*self.expects, *UNROUNDED)
         if addends is None:
             return self.operation(hidden_states, module.weight, None, norm_eps(module))  # type: ignore[return-value]
@@ -99,7 +99,7 @@ class LayerForward:
         if not (plan.keep and plain and x.dtype == residual.dtype == norm.weight.dtype and x.dtype != torch.float32):
             return self._norm(norm, self._add(x, residual, plan))
         y, stored = self.operation(x, norm.weight, residual, norm_eps(norm))
-        self.channel.ready = stored, y
+        self.channel.hand(stored, y)
         return norm(stored), stored
 
     def _norm(self, norm: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,15 +122,14 @@ class LayerForward:
             there = kept is not None and kept[0] is hidden_states
         else:
             there = addends_of(hidden_states, self.channel) is not None
+            self.channel.pending = there  # the first norm is to read them as well
         if not there:
             raise lost_sum(self.number - 1, f"layer {self.number}", *UNROUNDED)
 
 
-# what the contract does, and what needs no such sum
-UNROUNDED = (
-    "normalises the sum before it is rounded",
-    "a contract with sum=lp variance=rounded, such as vllm-eager",
-)
+# what a contract does, and what needs no such sum
+STORED = "a contract whose norms read stored sums (sum=lp variance=rounded), such as vllm-eager"
+UNROUNDED = ("normalises the sum before it is rounded", STORED)
 
 
 def lost_sum(number: int, reader: str, what: str, instead: str) -> InputError:

@@ -95,10 +95,10 @@ def agreeing_presets(region: str, contract: Contract, *, fused: bool = True) -> 
     )
 
 
-def common_presets(summaries: Mapping[str, RegionSummary], carry: str | None = "lp") -> list[str]:
+def common_presets(summaries: Mapping[str, RegionSummary], carry: str | None) -> list[str]:
     """Names of the presets that agree in every region that was told.
 
-    carry: which residual sums are rounded; operations seen one by one store each. It counts where the norm was told. None: not known.
+    carry: which residual sums are rounded (:mod:`rpadiag.regions.align_carry`); it counts where the norm was told. None: not known.
     """
     told = {r: set(s.presets) for r, s in summaries.items() if s.contract is not None}
     carries = (carry,) if carry is not None and "rmsnorm" in told else CARRIES
@@ -127,7 +127,7 @@ def with_backward(contract: Contract) -> Contract:
 
 
 def file_content(
-    summaries: Mapping[str, RegionSummary], sites: Mapping[str, Fingerprint], *, source: Mapping[str, Any], carry: str | None = "lp",
+    summaries: Mapping[str, RegionSummary], sites: Mapping[str, Fingerprint], *, source: Mapping[str, Any], carry: str | None,
 ) -> dict[str, Any]:  # fmt: skip
     """JSON content of a fingerprint file. carry: as in :func:`common_presets`."""
     determined = {r: s.contract for r, s in summaries.items() if s.contract is not None}
@@ -141,6 +141,7 @@ def file_content(
         "regions": {r: with_backward(c).to_dict() for r, c in determined.items()},
         "undetermined": {r: s.reason for r, s in summaries.items() if s.contract is None},
         "presets": common_presets(summaries, carry),
+        **({} if carry is None else {"carry": carry}),
         "layers": {site: f.to_dict() for site, f in sites.items()},
         "captured": dict(source),
     }

@@ -18,16 +18,14 @@ from rpadiag.regions.presets import PRESETS, Preset
 from rpadiag.reports import records
 from rpadiag.reports.view import MISSING, Block, Column, Command, Table
 from rpadiag.runs import Run
+from rpadiag.sites import ALIGN_NAMES
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 SITES_OF = {"rope": "q_rope", "swiglu": "act", "rmsnorm": "input_norm", "qk_norm": "q_norm"}
-ALIGNED_BY = ("rope", "swiglu", "rmsnorm")
 STACKS = ("trainer", "rollout")
 SUMS = "residual sums"  # between regions: the carry of a preset or file, set with the norm that reads them
-FOUR_NORMS = (
-    "gemma2",
-    "gemma3",
-)  # of which it is not known what a compiled engine carries, and for which align carries nothing
+# of these it is not known what a compiled engine carries, and align carries nothing for them
+FOUR_NORMS = ("gemma2", "gemma3")
 CARRIED = {
     "lp": "each stored in {dtype}",
     "layer": "attention's unrounded where the MLP's is added",
@@ -81,7 +79,7 @@ def contracts_block(run: Run, key: str) -> Block | None:
         tables=tables,
         notes=[f"{stack.capitalize()}: {found[stack].how}." for stack in STACKS],
         commands=_commands(
-            run, _to_align(differing, (manifest["trainer"].get("aligned") or {}).get("regions") or ()), found
+            run, _to_align(differing, regions, (manifest["trainer"].get("aligned") or {}).get("regions") or ()), found
         ),
     )
 
@@ -99,8 +97,7 @@ def contracts_of(run: Run, stack: str) -> Found:
             how=f"fingerprinted bit for bit on {determined} of {len(layers)} sites of this run{as_known}",
             measured=True,
             undetermined=fingerprint.get("undetermined") or {},
-            carry=_carry(fingerprint.get("carry"))
-            or ("lp" if layers else None),  # whose operations are seen one by one stores each sum
+            carry=_carry(fingerprint.get("carry")),
         )
     facts = run.manifest.get(stack) or {}
     offset = str(facts.get("family", "")).startswith("gemma")
@@ -291,15 +288,17 @@ def _to_set(region: str, axes: Sequence[str], *, known: bool) -> str:
         return "rpadiag fingerprint on this run"
     if not axes:
         return "nothing"
-    if region in ALIGNED_BY:
-        return f"--align {region}"
-    return "with rmsnorm and rope: both read it"
+    return f"--align {region}"
 
 
-def _to_align(differing: Sequence[str], aligned: Sequence[str]) -> list[str]:
-    """Regions to align; those that are aligned already are named again, as one contract is for all."""
-    needed = [r for r in ALIGNED_BY if r in differing or (r == "rmsnorm" and SUMS in differing)]
-    return [r for r in ALIGNED_BY if r in needed or r in aligned] if needed else []
+def _to_align(differing: Sequence[str], regions: Sequence[str], aligned: Sequence[str]) -> list[str]:
+    """Regions to align: those that differ, query and key norms with the norm whose contract they follow, and those that are aligned already."""
+    needed = {"rmsnorm" if region == SUMS else region for region in differing}
+    if not needed:
+        return []
+    if "rmsnorm" in needed and "qk_norm" in regions:
+        needed.add("qk_norm")
+    return [r for r in ALIGN_NAMES if r in needed or r in aligned]
 
 
 def _lead(regions: Sequence[str], differing: Sequence[str], found: Mapping[str, Found]) -> str:

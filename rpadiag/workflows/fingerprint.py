@@ -65,10 +65,10 @@ def run_fingerprint(options: FingerprintOptions, progress: Progress = SILENT) ->
     if blocks is not None:
         findings = [*block_findings(blocks, unseen, source.label), *(f for f in findings if f.region not in unseen)]
         summaries |= {r: blocks.summary(r) for r in unseen}
-    carry = "lp" if blocks is None else blocks.carry
+    carry = _stored_sums(summaries) if blocks is None else blocks.carry
     content = file_content(summaries, found.sites, source=source.facts, carry=carry)
     if blocks is not None:
-        content |= {"blocks": blocks.to_dict()} | ({} if carry is None else {"carry": carry})
+        content |= {"blocks": blocks.to_dict()}
     target = options.output or source.directory
     path = None
     if target is not None:
@@ -81,6 +81,12 @@ def run_fingerprint(options: FingerprintOptions, progress: Progress = SILENT) ->
                 hint="free some space, or write elsewhere with --output",
             ) from error
     return FingerprintResult(findings=tuple(findings), content=content, path=path)
+
+
+def _stored_sums(summaries: Mapping[str, RegionSummary]) -> str | None:
+    """The carry of operations that were seen one by one: each norm that follows from its stored input says that the sum was stored."""
+    norm = summaries.get("rmsnorm")
+    return "lp" if norm is not None and norm.contract is not None and not norm.disagreeing else None
 
 
 def _check_writable(output: Path | None) -> None:
@@ -124,7 +130,7 @@ def _findings(summaries: Mapping[str, RegionSummary], found: SiteFingerprints, l
                 code="site-disagrees", severity="warning", text=text, region=region, site=site, rank=10 + rank
             )
     told = [r for r, s in summaries.items() if s.contract is not None]
-    together = common_presets(summaries)
+    together = common_presets(summaries, _stored_sums(summaries))
     if together and len(told) > 1:
         text = f"{', '.join(told)} of {label} together: as {', '.join(together)}"
         yield Finding(code="presets", severity="info", text=text, numbers={"presets": together}, rank=9)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rpadiag.errors import UsageError, unknown_name
-from rpadiag.sites import ALIGNABLE_REGIONS, check_aligned, check_patterns, check_regions
+from rpadiag.sites import ALIGN_NAMES, ALIGNABLE_REGIONS, check_aligned, check_patterns, check_regions
 from rpadiag.workflows.sharding import check_shard
 
 DTYPES = ("bfloat16", "float16", "float32", "auto")
@@ -26,7 +26,7 @@ STACKS = ("trainer", "rollout")
 ENGINES = ("vllm", "trainer", "emulated")
 TIMEOUT_S = 600.0  # of a rollout engine without a sign of life
 UNITS = ("region", "layer")
-ATTRIBUTABLE_REGIONS = (*ALIGNABLE_REGIONS, "qk_norm", "attention", "matmul", "lm_head")
+ATTRIBUTABLE_REGIONS = (*ALIGN_NAMES, "attention", "matmul", "lm_head")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
 DEFAULT_CONTRACT = "fp32-output"
 MAX_SEED = 2**32 - 1  # numpy takes no larger one, and vLLM seeds it
@@ -353,7 +353,7 @@ class FingerprintOptions:
             _one_of("dtype", self.dtype, DTYPES)
         if self.device is not None:
             _check_device(self.device)
-        check_regions(self.regions, known=(*ALIGNABLE_REGIONS, "qk_norm"))
+        check_regions(self.regions, known=ALIGN_NAMES)
         if not self.regions:
             raise UsageError("no region to fingerprint", hint=f"--regions {','.join(ALIGNABLE_REGIONS)}")
         _at_least("--max-tokens", self.max_tokens, 2)

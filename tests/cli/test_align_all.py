@@ -54,4 +54,4 @@ def test_query_and_key_norms_can_be_named_and_are_refused_where_there_are_none(
         )
         == 2
     )
-    assert "unknown region: all" in capsys.readouterr().err
+    assert "`all` stands alone" in capsys.readouterr().err

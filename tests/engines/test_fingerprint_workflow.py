@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rpadiag.contracts import QkRopeContract
+from rpadiag.engines.base import TokenScores
 from rpadiag.engines.bundle import open_bundle
 from rpadiag.engines.bundle_writer import BundleWriter
 from rpadiag.engines.trainer import TrainerEngine
@@ -88,16 +89,28 @@ def test_a_model_with_experts_shows_the_swiglu_of_its_dense_layer_and_every_norm
     assert sum(s.endswith("_norm") for s in result.content["layers"]) == 2 * 3 + 1
 
 
+def fingerprint_of_aligned(model: Path, contract: str, bundle: Path) -> tuple[FingerprintResult, TokenScores]:
+    """Of a bundle that a trainer aligned to ``contract`` made, and what it scored."""
+    trainer = TrainerEngine.load(model)
+    with align(trainer.model, contract=contract), BundleWriter(bundle, trainer.manifest()) as writer:
+        writer.begin(0)
+        scores = trainer.forward(token_ids(), sites=trainer.facts.sites[:-2], on_site=writer.append)
+        writer.end(0, token_ids=token_ids(), num_prompt_tokens=NUM_TOKENS, positions=scores.positions)
+    return run_fingerprint(FingerprintOptions(target=str(bundle), device="cpu")), scores
+
+
+def test_which_sums_are_stored_is_not_claimed_where_norms_do_not_follow_from_them(tiny: Tiny, tmp_path: Path) -> None:
+    result, _ = fingerprint_of_aligned(tiny("llama"), "vllm-compiled", tmp_path / "bundle")
+    assert "carry" not in result.content
+    assert {"fp32-output", "vllm-compiled"} <= set(result.content["presets"])
+    assert "site-disagrees" in [f.code for f in result.findings]
+
+
 def test_align_follows_a_fingerprint_file(tiny: Tiny, prompts: Path, tmp_path: Path) -> None:
     """The file of an aligned model, used as a contract, makes a fresh model compute the same bits."""
-    model = tiny("llama")
-    first = TrainerEngine.load(model)
-    bundle = tmp_path / "bundle"
-    with align(first.model, contract="fp32-output"), BundleWriter(bundle, first.manifest()) as writer:
-        writer.begin(0)
-        scores = first.forward(token_ids(), sites=first.facts.sites[:-2], on_site=writer.append)
-        writer.end(0, token_ids=token_ids(), num_prompt_tokens=NUM_TOKENS, positions=scores.positions)
-    result = run_fingerprint(FingerprintOptions(target=str(bundle), device="cpu"))
+    model, bundle = tiny("llama"), tmp_path / "bundle"
+    result, scores = fingerprint_of_aligned(model, "fp32-output", bundle)
+    assert result.content["carry"] == "lp"
     assert contracts(result) == expected("fp32-output", "rope", "swiglu", "rmsnorm")
     assert result.path == bundle / "fingerprint.json"
     second = TrainerEngine.load(model)

@@ -110,6 +110,43 @@ def test_hidden_states_replaced_by_a_hook_are_refused_where_the_unrounded_sum_is
         assert bool(model(input_ids=IDS).logits.isfinite().all())
 
 
+READ_UNROUNDED = ("fp32-output", "vllm-compiled", "vllm-cpu-compiled")
+
+
+@pytest.mark.parametrize("preset", READ_UNROUNDED)
+@pytest.mark.parametrize(
+    "where", ["model.layers.1.input_layernorm", "model.layers.1.post_attention_layernorm", "model.norm"]
+)
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_norm_that_is_handed_another_tensor_than_the_sum_is_an_error_and_no_other_result(
+    preset: str, where: str, grad: bool
+) -> None:  # fmt: skip
+    model = make_model("llama")
+    with rpadiag.align(model, contract=preset), torch.set_grad_enabled(grad):
+        wanted = model(input_ids=IDS).logits
+        hook = model.get_submodule(where).register_forward_pre_hook(lambda m, args: (args[0].clone(),))
+        with pytest.raises(
+            InputError, match=r"did not reach (its second norm|the final norm|the first norm of layer 1)"
+        ):
+            model(input_ids=IDS)
+        hook.remove()
+        assert torch.equal(model(input_ids=IDS).logits, wanted)
+
+
+@pytest.mark.parametrize("preset", READ_UNROUNDED)
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["all kept", "nonreentrant", "reentrant"])
+def test_a_norm_may_be_called_by_itself_after_any_step(preset: str, reentrant: bool | None) -> None:
+    model = make_model("llama")
+    if reentrant is not None:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with rpadiag.align(model, contract=preset):
+        before = model.model.norm(x)
+        step(model)
+        assert torch.equal(model.model.norm(x), before)
+
+
 def test_triton_kernels_asked_for_and_absent_are_an_error() -> None:
     from rpadiag.regions.ops import kernels_installed
 

@@ -122,12 +122,12 @@ def test_every_preset_agrees_with_itself(name: str) -> None:
 def test_implementations_agree_in_which_sums_they_round_as_well_where_the_norm_was_told() -> None:
     base = PRESETS["fp32-output"]
     summaries = {r: summarise(r, {"a": told(base.regions[r])}) for r in ("rope", "swiglu", "rmsnorm")}
-    assert common_presets(summaries) == ["fp32-output", "flash-attn"]
+    assert common_presets(summaries, "lp") == ["fp32-output", "flash-attn"]
     assert common_presets(summaries, "layer") == ["vllm-compiled"]
     assert {"fp32-output", "vllm-compiled", "vllm-cpu-compiled"} <= set(common_presets(summaries, None))
     del summaries["rmsnorm"]
-    assert {"fp32-output", "vllm-compiled", "vllm-cpu-compiled"} <= set(common_presets(summaries))
-    assert common_presets({}) == []
+    assert {"fp32-output", "vllm-compiled", "vllm-cpu-compiled"} <= set(common_presets(summaries, "lp"))
+    assert common_presets({}, None) == []
 
 
 def test_file_survives_the_disk_and_is_a_contract_for_align(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_file_survives_the_disk_and_is_a_contract_for_align(tmp_path: Path) -> N
         "rope": summarise("rope", {}),
     }
     path = tmp_path / "fingerprint.json"
-    path.write_text(json.dumps(file_content(summaries, sites, source={"label": "somewhere"})))
+    path.write_text(json.dumps(file_content(summaries, sites, source={"label": "somewhere"}, carry="lp")))
     content = read_fingerprint_file(path)
     assert list(content["regions"]) == ["rmsnorm"] and "rope" in content["undetermined"]
     preset = resolve(path)

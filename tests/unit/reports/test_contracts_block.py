@@ -165,3 +165,19 @@ def test_sums_of_layers_with_four_norms_are_not_known_and_what_is_recommended_ca
     found = contracts_of(run, "rollout")
     assert (found.carry, found.preset) == (None, "fp32-output")
     assert "known as vllm-compiled" in found.how
+
+
+def test_query_and_key_norms_are_aligned_with_the_norm_and_stay_aligned() -> None:
+    regions = ["rope", "swiglu", "rmsnorm", "qk_norm"]
+    align = blocks_contracts._to_align
+    assert align(["rmsnorm"], regions, ()) == ["rmsnorm", "qk_norm"]
+    assert align(["rmsnorm"], regions[:3], ()) == ["rmsnorm"]
+    assert align(["qk_norm"], regions, ()) == ["qk_norm"]
+    assert align([blocks_contracts.SUMS], regions, regions) == regions
+    assert align([], regions, regions) == []
+
+
+def test_families_whose_sums_are_not_known_are_those_with_four_norms() -> None:
+    from rpadiag.regions.align_families import FAMILIES
+
+    assert {f.name for f in FAMILIES if f.four_norms} == set(blocks_contracts.FOUR_NORMS)
