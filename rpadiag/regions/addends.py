@@ -23,7 +23,7 @@ _ATTRIBUTE = "_rpadiag_addends"
 class Channel:
     """What the aligned modules of one model hand to each other within a forward.
 
-    addends: (sum, x, residual), while compiling only. stored: (normed, stored sum), from a norm to its layer, left only
+    addends: (sum, x, residual), from what was compiled. stored: (normed, stored sum), from a norm to its layer, left only
     while a layer listens, because whoever holds it holds the whole graph. ready: (stored sum, normed), from a layer that
     did both in one operation to the norm that it calls next. pending: a sum was left and nobody has read it yet; not while compiling, and not in a
     backward pass, which runs layers again and no final norm.
@@ -76,10 +76,14 @@ def attach(total: Tensor, x: Tensor, residual: Tensor, channel: Channel) -> None
 
 
 def addends_of(total: Tensor, channel: Channel) -> tuple[Tensor, Tensor] | None:
-    """The addends of ``total``, or None when it is no such sum, or was written to since."""
+    """The addends of ``total``, or None when it is no such sum, or was written to since; what is compiled cannot tell writes."""
+    kept = channel.addends
+    if kept is not None and kept[0] is total:
+        channel.addends = None
+        return kept[1:]
     if torch.compiler.is_compiling():
-        kept, channel.addends = channel.addends, None
-        return kept[1:] if kept is not None and kept[0] is total else None
+        channel.addends = None
+        return None
     found = getattr(total.untyped_storage(), _ATTRIBUTE, None)
     if found is None or found[:2] != (total.shape, _writes(total)):
         return None

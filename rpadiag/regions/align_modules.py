@@ -137,7 +137,7 @@ def lost_sum(number: int, reader: str, what: str, instead: str) -> InputError:
     return InputError(
         f"the unrounded residual sum of layer {number} did not reach {reader}",
         detail=f"the contract {what}, and the hidden states handed to {reader} are another tensor than the one that layer {number} made",
-        hint=f"a hook that replaces hidden states, a device map that moves them between layers, and torch.compile of single layers or together with "
+        hint=f"a hook that replaces hidden states, a device map that moves them between layers, and torch.compile together with "
         f"gradient checkpointing need {instead}",
     )
 

@@ -155,7 +155,7 @@ _ALL = (
     ),
     _preset(
         "vllm-compiled",
-        "vLLM's default on CUDA: native ops through Inductor, graphs cut at attention: the MLP's add reads attention's sum unrounded",
+        "vLLM's default on CUDA: native ops through Inductor, graphs cut at attention: the MLP's add reads the sum behind attention unrounded",
         versions="vllm 0.20-0.33",
         source="ir/ops/layernorm.py, rotary_embedding/common.py, activation.py under Inductor; splitting_ops of its compilation",
         evidence="run (0.26.0), inductor",
