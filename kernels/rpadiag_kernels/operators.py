@@ -20,17 +20,29 @@ from torch.autograd import forward_ad, profiler
 
 TENSORS = (Tensor, torch.nn.Parameter)
 VALUES = frozenset({bool, int, float, str, type(None)})
-# What tells whether anybody watches; a torch that has renamed one of these gets every call dispatched.
+# What tells whether anybody watches; where torch has renamed one of these every call is dispatched, and dual tensors are not noticed.
 ASKED = (
     "_any_requires_grad", "_are_functorch_transforms_active", "_dispatch_tls_is_dispatch_key_included", "_get_tracing_state",
-    "_is_torch_function_mode_enabled", "_len_torch_dispatch_stack", "_parse_dispatch_key",
+    "_is_fwd_grad_enabled", "_is_torch_function_mode_enabled", "_len_torch_dispatch_stack", "_parse_dispatch_key",
 )  # fmt: skip
+ASKED_OF_BATCHES = ("is_batchedtensor", "get_unwrapped")
+
+
+def _vmap_key() -> Any:
+    try:
+        return _C._parse_dispatch_key("VmapMode")
+    except (AttributeError, RuntimeError):
+        return None
+
+
+LEGACY_VMAP = _vmap_key()
 CAN_ASK = (
-    all(hasattr(_C, name) for name in ASKED)
+    LEGACY_VMAP is not None
+    and all(hasattr(_C, name) for name in ASKED)
+    and all(hasattr(getattr(_C, "_functorch", None), name) for name in ASKED_OF_BATCHES)
     and hasattr(forward_ad, "_current_level")
     and hasattr(profiler, "_is_profiler_enabled")
 )
-LEGACY_VMAP = _C._parse_dispatch_key("VmapMode") if CAN_ASK else None
 
 
 class Operator:

@@ -78,6 +78,16 @@ def test_runs_of_a_later_file_replace_those_before_and_it_is_said(
     assert capsys.readouterr().err == f"{tmp_path / 'new'} replaces 1 runs of files before it\n"
 
 
+def test_cost_is_told_within_a_file_and_not_across_files(tmp_path: Path) -> None:
+    rows = {arm: [row(arm, n) for n in range(4)] for arm in ("bf16", "rope")}
+    table.write_table(tmp_path / "both", rows["bf16"] + rows["rope"], {})
+    for arm in rows:
+        table.write_table(tmp_path / arm, rows[arm], {})
+    setting = figure.setting_of(rows["bf16"][0])
+    assert figure.cost_ratio(figure.read_runs([tmp_path / "both"]), setting, "rope") == (1.0, 1.0, 1.0)
+    assert figure.cost_ratio(figure.read_runs([tmp_path / "bf16", tmp_path / "rope"]), setting, "rope") is None
+
+
 def asked(**given: Any) -> argparse.Namespace:
     usual = {
         "models": ["qwen3-micro"], "arms": ["bf16"], "seeds": [0], "preset": "micro", "set": [], "engine": "eager", "contract": None,

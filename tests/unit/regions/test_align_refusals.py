@@ -186,8 +186,9 @@ def test_presets_survive_json() -> None:
         assert preset.versions and preset.source and preset.evidence
 
 
-def test_fp32_output_is_vllm_compiled() -> None:
+def test_fp32_output_has_the_regions_of_vllm_compiled_and_no_carry() -> None:
     assert PRESETS["fp32-output"].regions == PRESETS["vllm-compiled"].regions
+    assert [PRESETS[name].carry for name in ("fp32-output", "vllm-compiled")] == ["lp", "layer"]
 
 
 def test_regions_may_be_one_text_and_layers_are_a_list() -> None:
