@@ -7,6 +7,7 @@ import dataclasses
 import fcntl
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,12 +82,16 @@ def drop_runs_after(step: int, runs: Path) -> None:
 def alone_in(out: Path) -> Iterator[None]:
     """Raises SystemExit where another process trains in this directory: of a sweep that was killed, its runs may go on for a while."""
     with (out / "lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SystemExit(
-                f"error: another process trains in {out}\nhint: wait until it stops by itself, or end it"
-            ) from None
+        for left in reversed(range(5)):  # `is_taken` may hold it for a moment
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not left:
+                    raise SystemExit(
+                        f"error: another process trains in {out}\nhint: wait until it stops by itself, or end it"
+                    ) from None
+                time.sleep(0.1)
         yield
 
 

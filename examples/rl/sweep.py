@@ -37,7 +37,7 @@ ROUND_S = 5.0  # on an H200, beside others
 MARGIN_S = 30.0  # a run stops itself this long before the limit, for its last round, checkpoint and table
 GRACE_S = 20.0  # after the limit, before a process is ended
 # the last line of a traceback, as torch marks it
-RAISED = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception)\b: .*)")
+RAISED = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception)\b(?:: .*)?)$")
 
 
 @dataclass(kw_only=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +203,14 @@ def test_run_whose_process_is_gone_is_interrupted_and_one_that_trains_is_not(tmp
     assert run.status()["status"] == "interrupted"
 
 
+def test_a_glance_at_the_lock_keeps_no_run_from_starting(tmp_path: Path) -> None:
+    with (tmp_path / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        threading.Timer(0.15, lambda: fcntl.flock(lock, fcntl.LOCK_UN)).start()
+        with directory.alone_in(tmp_path):
+            assert directory.is_taken(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("log", "said"),
     [
@@ -210,6 +220,7 @@ def test_run_whose_process_is_gone_is_interrupted_and_one_that_trains_is_not(tmp
             "torch.OutOfMemoryError: CUDA out of memory. Tried; hint: fewer --processes",
         ),
         ("ValueError: 1\nduring which\nKeyError: 2\n", "KeyError: 2"),
+        ("Traceback\nAssertionError\n[rank0]: done\n", "AssertionError"),
         ("a\nwarning: b\n", "warning: b"),
     ],
 )
