@@ -177,9 +177,9 @@ def _align(options: CompareOptions, inputs: Inputs, run: RunWriter, stack: ExitS
     from rpadiag.engines.sharded import aligned
 
     contract = options.contract or DEFAULT_CONTRACT
-    run.set_effective(contract=contract)
     alignment = stack.enter_context(aligned(inputs.trainer, options.align, contract))
     contracts = alignment.to_dict()
+    run.set_effective(contract=contract, align=list(contracts["regions"]))
     return {"regions": list(contracts["regions"]), "contract": contract, "contracts": contracts}
 
 

@@ -216,6 +216,8 @@ def start_scoring(options: ScoringOptions, run: RunWriter | None, progress: Prog
             aligned = {"regions": list(contracts["regions"]), "contract": contract, "contracts": contracts}
         if run is not None:
             run.set_effective(device=device, dtype=str(trainer.dtype).removeprefix("torch."))
+            if aligned is not None:
+                run.set_effective(align=aligned["regions"], contract=aligned["contract"])
             run.set_manifest(trainer={**trainer.manifest(), "model": options.model, "aligned": aligned})
             run.set_weights("trainer", trainer.weight_digests())
         yield Scorer(trainer=trainer, options=options)

@@ -28,7 +28,8 @@ def test_all_regions_of_the_model_are_aligned_and_nothing_is_left(
     assert capsys.readouterr().out.startswith("Identical: ")
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert manifest["trainer"]["aligned"]["regions"] == regions
-    assert manifest["options"]["effective"]["align"] == ["all"]
+    assert manifest["options"]["given"]["align"] == "all"
+    assert manifest["options"]["effective"]["align"] == regions
 
 
 def test_query_and_key_norms_can_be_named_and_are_refused_where_there_are_none(
