@@ -79,6 +79,6 @@ def from_plain(plain: Sequence[str | None], *, place: str = "") -> RpadiagError:
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:
     """Error for a name that is not in a closed list: lists the known ones and the nearest match."""
     names = list(known)
-    close = difflib.get_close_matches(name, names, n=1)
+    close = difflib.get_close_matches(str(name), names, n=1)
     hint = f"did you mean {close[0]}?" if close else f"use one of the known {kind}s"
     return UsageError(f"unknown {kind}: {name}", detail=f"known {kind}s: {', '.join(names)}", hint=hint)

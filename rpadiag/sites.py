@@ -264,6 +264,8 @@ def _selects_nothing(pattern: str, points: Sequence[str]) -> UsageError:
 def check_aligned(names: Iterable[str]) -> tuple[str, ...]:
     """Validate the names given to ``--align``: some of ALIGN_NAMES, or ``all`` alone."""
     names = tuple(names)
+    if "" in names:
+        raise UsageError("a region without a name", hint=f"some of {', '.join(ALIGN_NAMES)}, or {ALL}")
     if ALL in names and len(names) > 1:
         raise UsageError(
             f"`{ALL}` stands alone, and {', '.join(n for n in names if n != ALL)} was given beside it",

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from rpadiag.cli import completion
-from rpadiag.errors import MissingDependencyError, unknown_name
+from rpadiag.errors import MissingDependencyError, UsageError, unknown_name
+from rpadiag.sites import ALIGN_NAMES
 from rpadiag.workflows.arguments import aligned_regions
 from rpadiag.workflows.options import ATTENTIONS, DEFAULT_CONTRACT, DTYPES, MODES, ROLLOUTS
 from rpadiag.workflows.sharding import SHARDS
@@ -172,8 +173,11 @@ Format = Annotated[
 
 
 def regions_of(text: str | None) -> tuple[str, ...]:
-    """``rope,swiglu`` as a tuple, none without text."""
-    return () if text is None else aligned_regions(text)
+    """``rope,swiglu`` as a tuple, none without an option. Errors: UsageError where it names none, as an unset variable of a shell does."""
+    names = () if text is None else aligned_regions(text)
+    if text is not None and not names:
+        raise UsageError("no region to align", hint=f"--align all, some of {', '.join(ALIGN_NAMES)}, or no --align")
+    return names
 
 
 def check_format(name: str) -> str:

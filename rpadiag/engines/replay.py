@@ -276,7 +276,7 @@ def _replay_residual(
     if _is_patched(places.layer):
         # An aligned layer insists on the addends of its input; those of a stream that came from elsewhere are itself.
         stream = stream.clone()
-        addends.attach(stream, stream, nothing, addends.Channel())
+        addends.attach(stream, stream, nothing, None)
     with replaced(forwards):
         return _until_reached(places.layer, stream, **places.layer_arguments(stream.shape[1], positions))
 

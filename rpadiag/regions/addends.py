@@ -23,29 +23,32 @@ _ATTRIBUTE = "_rpadiag_addends"
 class Channel:
     """What the aligned modules of one model hand to each other within a forward.
 
-    addends: (sum, x, residual), from what was compiled. stored: (normed, stored sum), from a norm to its layer, left only
-    while a layer listens, because whoever holds it holds the whole graph. ready: (stored sum, normed), from a layer that
+    addends: (sum, x, residual), from what was compiled. stored: (normed, stored sum, what the norm was handed), from a norm to its layer, left only
+    while a layer listens, because whoever holds it holds the whole graph. ready: (stored sum, normed, writes to the sum), from a layer that
     did both in one operation to the norm that it calls next. pending: a sum was left and nobody has read it yet; not while compiling, and not in a
     backward pass, which runs layers again and no final norm.
     """
 
     def __init__(self) -> None:
         self.addends: tuple[Tensor, Tensor, Tensor] | None = None
-        self.stored: tuple[Tensor, Tensor] | None = None
+        self.stored: tuple[Tensor, Tensor, Tensor] | None = None
         self.listening = False
-        self.ready: tuple[Tensor, Tensor] | None = None
+        self.ready: tuple[Tensor, Tensor, int] | None = None
         self.pending = False
 
     def hand(self, stored: Tensor, normed: Tensor) -> None:
         """A layer has made ``normed`` of ``stored``, for the norm that it calls next."""
-        self.ready = stored, normed
+        self.ready = stored, normed, 0
         if not torch.compiler.is_compiling():
+            self.ready = stored, normed, _writes(stored)
             self.pending = not _in_backward()
 
     def take_ready(self, stored: Tensor) -> Tensor | None:
         """The normed tensor that a layer has made of ``stored`` already, once."""
         ready, self.ready = self.ready, None
         if ready is None or ready[0] is not stored:
+            return None
+        if not torch.compiler.is_compiling() and ready[2] != _writes(stored):
             return None
         self.pending = False
         return ready[1]
@@ -54,25 +57,26 @@ class Channel:
         """A layer is about to call a norm."""
         self.stored, self.listening = None, True
 
-    def leave(self, normed: Tensor, stored: Tensor) -> None:
-        """A norm made ``stored`` beside ``normed``."""
+    def leave(self, normed: Tensor, stored: Tensor, handed: Tensor) -> None:
+        """A norm that was handed ``handed`` made ``stored`` beside ``normed``."""
         if self.listening:
-            self.stored = normed, stored
+            self.stored = normed, stored, handed
 
-    def take_stored(self) -> tuple[Tensor, Tensor] | None:
-        """What the norm left since :meth:`listen`, once."""
-        stored, self.stored, self.listening = self.stored, None, False
-        return stored
+    def take_stored(self, normed: Tensor, handed: Tensor) -> Tensor | None:
+        """The sum that the norm left since :meth:`listen`, once; None where a hook gave the norm, or the layer, another tensor."""
+        made, self.stored, self.listening = self.stored, None, False
+        return made[1] if made is not None and made[0] is normed and _is_same(made[2], handed) else None
 
 
-def attach(total: Tensor, x: Tensor, residual: Tensor, channel: Channel) -> None:
-    """Remember that ``total`` is the rounded sum of ``x`` and ``residual``."""
-    if torch.compiler.is_compiling():
+def attach(total: Tensor, x: Tensor, residual: Tensor, channel: Channel | None) -> None:
+    """Remember that ``total`` is the rounded sum of ``x`` and ``residual``, for the readers of ``channel``. None: for any reader."""
+    if channel is not None and torch.compiler.is_compiling():
         channel.addends = (total, x.detach(), residual.detach())
         return
     storage: Any = total.untyped_storage()
-    setattr(storage, _ATTRIBUTE, (total.shape, _writes(total), x.detach(), residual.detach()))
-    channel.pending = not _in_backward()
+    setattr(storage, _ATTRIBUTE, (_identity(total), channel, x.detach(), residual.detach()))
+    if channel is not None:
+        channel.pending = not _in_backward()
 
 
 def addends_of(total: Tensor, channel: Channel) -> tuple[Tensor, Tensor] | None:
@@ -85,7 +89,7 @@ def addends_of(total: Tensor, channel: Channel) -> tuple[Tensor, Tensor] | None:
         channel.addends = None
         return None
     found = getattr(total.untyped_storage(), _ATTRIBUTE, None)
-    if found is None or found[:2] != (total.shape, _writes(total)):
+    if found is None or found[0] != _identity(total) or found[1] not in (None, channel):
         return None
     channel.pending = False
     return found[2], found[3]
@@ -104,6 +108,18 @@ def take_loss(x: Tensor, channel: Channel) -> bool:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _identity(x: Tensor) -> tuple[Any, ...]:
+    """What two tensors on one storage share if they hold the same values in the same places."""
+    return x.shape, x.stride(), x.storage_offset(), _writes(x)
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    """One tensor, or an alias of it, such as FSDP hands on."""
+    if a is b or torch.compiler.is_compiling():
+        return a is b
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and _identity(a) == _identity(b)
 
 
 def _writes(x: Tensor) -> int:

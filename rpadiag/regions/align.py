@@ -11,6 +11,7 @@ adapters and save/load are untouched, and ``undo`` puts back what was there.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -133,6 +134,9 @@ def align(
     (its carry) comes with rmsnorm. layers: numbers of the layers to align; all by default. The final norm goes with the last layer. kernels: ``auto`` runs the
     Triton kernels on CUDA where they are installed, ``reference`` never, ``triton`` always.
 
+    Hooks may replace hidden states where the contract's norms read stored sums; elsewhere a sum that does not reach its norm is an error in the forward.
+    Edits in place are noticed, but not under torch.inference_mode, torch.compile or through ``.data``, where PyTorch counts none.
+
     Errors: InputError for a model of another family, listing the known ones; UsageError for unknown names, for a region
     the model lacks, and for a model whose modules are already aligned. The model is unchanged when it raises.
     """
@@ -200,7 +204,9 @@ def _custom(regions: Mapping[str, Contract]) -> Preset:
 
 def _choose_regions(decoder: Decoder, preset: Preset, regions: Sequence[str] | None) -> tuple[str, ...]:
     absent = absent_regions(decoder)
-    given = [part.strip() for part in regions.split(",")] if isinstance(regions, str) else regions
+    given: object = [part.strip() for part in regions.split(",")] if isinstance(regions, str) else regions
+    if given is not None and not isinstance(given, Iterable):
+        raise UsageError(f"regions takes names in a list, not {regions!r}", hint=f"some of {', '.join(ALIGN_NAMES)}")
     chosen = (ALL,) if given is None else check_aligned(given)
     if chosen == (ALL,):
         named = (
@@ -242,12 +248,15 @@ def _choose_layers(num_layers: int, layers: Iterable[int] | None) -> tuple[int, 
         raise UsageError(
             f"layers takes numbers in a list, not {layers!r}", hint=f"layers=[{layers}], or leave it out to align all"
         )
-    numbers = tuple(sorted(set(layers)))
+    try:
+        numbers = tuple(sorted({operator.index(number) for number in layers}))
+    except TypeError:
+        raise UsageError(f"layers takes whole numbers, not {layers!r}", hint="layers=[0, 1]") from None
     if not numbers:
         raise UsageError("no layers to align", hint="leave layers out to align all of them")
     for number in numbers:
         if not 0 <= number < num_layers:
-            raise UsageError(f"there is no layer {number}", detail=f"the model has layers 0 to {num_layers - 1}")
+            raise UsageError(f"there is no layer {number}", hint=f"the model has layers 0 to {num_layers - 1}")
     return numbers
 
 

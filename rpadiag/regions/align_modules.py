@@ -51,7 +51,7 @@ class NormForward:
             return self.operation(hidden_states, module.weight, None, norm_eps(module))  # type: ignore[return-value]
         x, residual = addends
         y, stored = self.operation(x, module.weight, Reroute.apply(hidden_states, residual), norm_eps(module))
-        self.channel.leave(y, stored)
+        self.channel.leave(y, stored, hidden_states)
         return y
 
 
@@ -106,8 +106,8 @@ class LayerForward:
         """The normed tensor, and the residual stream to go on with: the norm's own copy where it made one."""
         self.channel.listen()
         normed = norm(hidden_states)
-        made = self.channel.take_stored()
-        return normed, made[1] if made is not None and made[0] is normed else hidden_states
+        made = self.channel.take_stored(normed, hidden_states)
+        return normed, hidden_states if made is None else made
 
     def _add(self, x: Tensor, residual: Tensor, plan: SumPlan) -> Tensor:
         """``residual + x`` as the model does it, stored as the contract says."""
@@ -138,7 +138,7 @@ def lost_sum(number: int, reader: str, what: str, instead: str) -> InputError:
         f"the unrounded residual sum of layer {number} did not reach {reader}",
         detail=f"the contract {what}, and the hidden states handed to {reader} are another tensor than the one that layer {number} made",
         hint=f"a hook that replaces hidden states, a device map that moves them between layers, and torch.compile together with "
-        f"gradient checkpointing need {instead}",
+        f"gradient checkpointing or beyond torch._dynamo.config.recompile_limit need {instead}",
     )
 
 

@@ -356,34 +356,36 @@ def preset_from_dict(data: Mapping[str, object], *, name: str = "file") -> Prese
     """
     regions = data.get("regions")
     if not isinstance(regions, Mapping) or not regions:
-        raise InputError(
-            "the contract file names no regions",
-            hint='write {"regions": {"rmsnorm": {"sum": "fp32", ...}}}, or use a file that fingerprint wrote',
-        )
-    contracts = {str(region): contract_from_dict({**axes, "region": region}) for region, axes in regions.items()}
+        hint = 'write {"regions": {"rmsnorm": {"sum": "fp32", ...}}}, or use a file that fingerprint wrote'
+        raise InputError("the contract file names no regions", hint=hint)
+    contracts = {str(r): contract_from_dict({**_axes(r, axes), "region": r}) for r, axes in regions.items()}
     offset, carry = data.get("offset_rmsnorm"), str(data.get("carry", "lp"))
     if carry not in CARRIES:
         raise unknown_name("carry of the residual stream", carry, CARRIES)
+    about = {"name": name, "text": "read from a file", "versions": "", "source": "", "evidence": ""}
     return Preset(
-        name=str(data.get("name", name)),
-        text=str(data.get("text", "read from a file")),
-        versions=str(data.get("versions", "")),
-        source=str(data.get("source", "")),
-        evidence=str(data.get("evidence", "")),
+        **{key: str(data.get(key, default)) for key, default in about.items()},
         regions=contracts,
-        offset_rmsnorm=RmsNormContract.from_dict(offset) if isinstance(offset, Mapping) else None,
+        offset_rmsnorm=None if offset is None else RmsNormContract.from_dict(_axes("offset_rmsnorm", offset)),
         carry=carry,
     )
 
 
+def _axes(name: str, value: object) -> Mapping[str, object]:
+    if not isinstance(value, Mapping):
+        raise InputError(f"{name} is {value!r}, no object of axes", hint='write {"sum": "fp32", ...}')
+    return value
+
+
 def load_preset(path: Path) -> Preset:
-    """A preset from a JSON file. Errors: InputError when the file is missing or not JSON."""
+    """A preset from a JSON file. Errors: InputError when it is missing or no JSON object."""
+    hint = "give a file that rpadiag fingerprint wrote, or the name of a preset"
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read the contract file {path}", detail=str(error)) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"cannot read the contract file {path}", detail=str(error), hint=hint) from error
     if not isinstance(data, Mapping):
-        raise InputError(f"the contract file {path} is not a JSON object")
+        raise InputError(f"the contract file {path} is not a JSON object", hint=hint)
     return preset_from_dict(data, name=path.stem)
 
 

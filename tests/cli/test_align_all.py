@@ -56,3 +56,23 @@ def test_query_and_key_norms_can_be_named_and_are_refused_where_there_are_none(
         == 2
     )
     assert "`all` stands alone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", ","])
+def test_no_name_at_all_is_refused_and_not_an_unaligned_run(
+    tiny: Callable[[str], Path], prompts: Path, tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["compare", str(tiny("llama")), str(prompts), "--run", str(tmp_path / "a"), "--align", text]) == 2
+    assert "no region to align" in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_contract_file_of_another_shape_is_refused(
+    tiny: Callable[[str], Path], prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in (("a", '{"regions": {"rmsnorm": 5}}'), ("b", "[" * 100_000), ("c", "[]"), ("d", '{"regions"')):
+        path = tmp_path / f"{name}.json"
+        path.write_text(text)
+        given = ["--align", "all", "--contract", str(path), "--rollout", "emulated", "--run", str(tmp_path / name)]
+        assert run(["compare", str(tiny("llama")), str(prompts), *given]) == 2
+        assert "hint: " in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -131,6 +132,89 @@ def test_a_norm_that_is_handed_another_tensor_than_the_sum_is_an_error_and_no_ot
             model(input_ids=IDS)
         hook.remove()
         assert torch.equal(model(input_ids=IDS).logits, wanted)
+
+
+def hooked(
+    model: Any, preset: str, where: str, hook: Callable[[torch.Tensor], torch.Tensor | None], *, before: bool
+) -> torch.Tensor:
+    """Logits of an aligned model with a hook on the tensor before or behind a module."""
+    module = model.get_submodule(where)
+    if before:
+        handle = module.register_forward_pre_hook(lambda m, args: None if (x := hook(args[0])) is None else (x,))
+    else:
+        handle = module.register_forward_hook(lambda m, args, out: hook(out))
+    with handle, rpadiag.align(model, contract=preset):
+        return model(input_ids=IDS).logits.detach()
+
+
+def edit(x: torch.Tensor) -> None:
+    x.detach().mul_(-1)
+
+
+@pytest.mark.parametrize(
+    ("where", "before", "change"),
+    [
+        ("model.layers.1.post_attention_layernorm", True, edit),
+        ("model.layers.1", False, edit),
+        ("model.layers.1", False, lambda x: x[:1].expand_as(x)),
+        ("model.layers.1", False, lambda x: x.flip(0)),
+    ],
+    ids=["edited before the second norm", "edited behind a layer", "a view of other strides", "another tensor"],
+)
+def test_what_hooks_make_of_hidden_states_counts_or_is_refused(where: str, before: bool, change: Any) -> None:
+    model = make_model("llama").eval()
+    for preset in READ_UNROUNDED:
+        with pytest.raises(InputError, match="did not reach"):
+            hooked(model, preset, where, change, before=before)
+
+    def apart(x: torch.Tensor) -> torch.Tensor:
+        made = change(x)
+        return (x if made is None else made).clone()
+
+    if not before:  # a norm that is handed a copy leaves the residual stream as it was
+        found, wanted = (hooked(model, "vllm-eager", where, f, before=before) for f in (change, apart))
+        assert torch.equal(found, wanted)
+
+
+def test_a_norm_that_is_handed_the_sum_of_another_forward_leaves_the_residual_stream_alone() -> None:
+    model = make_model("llama").eval()
+    kept: list[torch.Tensor] = []
+    with model.model.layers[0].register_forward_hook(lambda m, args, out: kept.append(out)):
+        with rpadiag.align(model, contract="vllm-eager"):
+            model(input_ids=IDS.flip(1))
+    found, wanted = (
+        hooked(model, "vllm-eager", "model.layers.1.input_layernorm", lambda x, other=other: other, before=True)
+        for other in (kept[0], kept[0].clone())
+    )
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("contract", ["fp32-output", "vllm-eager"])
+def test_sums_of_another_alignment_are_not_read(contract: str) -> None:
+    one, two = make_model("llama").eval(), make_model("llama", seed=1).eval()
+    with rpadiag.align(one, contract=contract), rpadiag.align(two, contract="vllm-cpu-compiled"), torch.no_grad():
+        hidden = one(input_ids=IDS, output_hidden_states=True).hidden_states[1]
+        found, wanted = (two(inputs_embeds=h).logits for h in (hidden, hidden.clone()))
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"layers": ["1"]}, "layers takes whole numbers"), ({"layers": [1.0]}, "layers takes whole numbers"), ({"layers": [-1]}, "there is no layer -1"),
+        ({"regions": 5}, "regions takes names in a list"), ({"regions": [5]}, "unknown region: 5"), ({"regions": ""}, "a region without a name"),
+        ({"contract": {"regions": {"rmsnorm": 5}}}, "rmsnorm is 5, no object of axes"),
+        ({"contract": {"regions": {"rmsnorm": {}}, "offset_rmsnorm": 5}}, "offset_rmsnorm is 5"),
+    ],
+)  # fmt: skip
+def test_arguments_of_another_type_are_refused_with_a_hint(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(RpadiagError, match=rf"{words}(.|\n)*hint: "):
+        rpadiag.align(make_model("llama"), **given)
+
+
+def test_layers_may_be_a_tensor() -> None:
+    with rpadiag.align(make_model("llama"), "rmsnorm", layers=torch.tensor([2, 1])) as alignment:
+        assert alignment.layers == (1, 2) and [type(n) for n in alignment.layers] == [int, int]
 
 
 @pytest.mark.parametrize("preset", READ_UNROUNDED)
