@@ -97,7 +97,11 @@ class TrainerSwitches:
 
     def _numbers(self, region: str, given: Iterable[int] | None) -> tuple[int, ...]:
         if region in self.absent:
-            raise UsageError(f"the model has no switch for region {region}", detail=self.absent[region])
+            raise UsageError(
+                f"the model has no switch for region {region}",
+                detail=self.absent[region],
+                hint=f"choose from {', '.join(self.regions)}",
+            )
         if region not in self.regions:
             raise unknown_name("switchable region", region, list(self.regions))
         numbers = tuple(range(self.num_layers)) if given is None else tuple(sorted(set(given)))

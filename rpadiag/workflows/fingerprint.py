@@ -60,7 +60,8 @@ def run_fingerprint(options: FingerprintOptions, progress: Progress = SILENT) ->
         if unseen and can_tell(source.trainer, source.bundle):
             with progress.stage("fingerprint whole layers"):
                 blocks = fingerprint_blocks(source.trainer, source.bundle)
-    summaries = {r: summarise(r, group, plain=found.plain) for r, group in found.found.items() if r in options.regions}
+    told = {*options.regions, "qk_norm"}  # which is told where rope cannot be told without it, asked for or not
+    summaries = {r: summarise(r, group, plain=found.plain) for r, group in found.found.items() if r in told}
     findings = list(_findings(summaries, found, source.label))
     if blocks is not None:
         findings = [*block_findings(blocks, unseen, source.label), *(f for f in findings if f.region not in unseen)]

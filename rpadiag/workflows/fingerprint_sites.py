@@ -106,11 +106,15 @@ def inv_freq_of(rotary: Any, layer: Any) -> torch.Tensor:
 
 @dataclass(kw_only=True)
 class SiteFingerprints:
-    """Fingerprints by region and site; plain: norms without a residual; missing: region -> why sites were left out."""
+    """Fingerprints by region and site; plain: norms without a residual; missing: region -> why sites were left out.
+
+    rotations: rope of queries and keys from the joint search, which needs no rounded value between the norm and the rotation.
+    """
 
     found: dict[str, dict[str, Fingerprint]] = field(default_factory=dict)
     plain: list[str] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
+    rotations: dict[str, Fingerprint] = field(default_factory=dict)
 
     def add(self, region: str, site: str, fingerprint: Fingerprint) -> None:
         self.found.setdefault(region, {})[site] = fingerprint
@@ -146,6 +150,8 @@ def fingerprint_sites(
     for n in range(facts.num_layers):
         for region in regions:
             _REGIONS[region](result, captured, weights, facts, n)
+        if facts.qk_norm and "rope" in regions:
+            _rope_behind_norms(result, captured, weights, facts, n)
         on_layer()
     if "rmsnorm" in regions:
         _fused_norm(result, captured, weights, facts, "final_norm", layer_site(facts.num_layers - 1, "resid_mlp"))
@@ -248,8 +254,22 @@ def _qk_layer(result: SiteFingerprints, captured: Captured, weights: Weights, fa
             x[:128], _like(weights.norms[site], rotated), captured.positions()[:128], rotated,
             eps=facts.rms_eps, inv_freq=weights.inv_freqs[n], scale=weights.rope_scale,
         )  # fmt: skip
+        result.rotations[out] = _with_positions(joint["rope"], captured)
         result.add("qk_norm", out, _with_positions(joint["qk_norm"], captured))
         result.add("rmsnorm of q and k", site, _with_positions(joint["rmsnorm"], captured))
+
+
+def _rope_behind_norms(
+    result: SiteFingerprints, captured: Captured, weights: Weights, facts: ModelFacts, n: int
+) -> None:
+    """Rotations that no contract reproduces from the normed values as they were stored, told together with the norm in front of them."""
+    rope = result.found.get("rope", {})
+    unknown = [s for p in ("q_rope", "k_rope") if (s := layer_site(n, p)) in rope and not rope[s].matches]
+    if unknown and not set(unknown) & set(result.rotations):
+        _qk_layer(result, captured, weights, facts, n)
+    for site in unknown:
+        if site in result.rotations and result.rotations[site].matches:
+            rope[site] = result.rotations[site]
 
 
 _Layer = Callable[[SiteFingerprints, Captured, Weights, "ModelFacts", int], None]

@@ -106,6 +106,17 @@ def test_which_sums_are_stored_is_not_claimed_where_norms_do_not_follow_from_the
     assert "site-disagrees" in [f.code for f in result.findings]
 
 
+def test_rope_of_an_engine_that_rounds_nothing_between_norm_and_rotation_is_told_with_the_norm(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    result, scores = fingerprint_of_aligned(tiny("qwen3"), "fp32-output", tmp_path / "bundle")
+    assert contracts(result) == expected("fp32-output", "rope", "swiglu", "rmsnorm", "qk_norm")
+    second = TrainerEngine.load(tiny("qwen3"))
+    with align(second.model, contract=result.path) as alignment:
+        assert alignment.mid == "fp32"
+        assert second.forward(token_ids()).logprob.tobytes() == scores.logprob.tobytes()
+
+
 def test_align_follows_a_fingerprint_file(tiny: Tiny, prompts: Path, tmp_path: Path) -> None:
     """The file of an aligned model, used as a contract, makes a fresh model compute the same bits."""
     model, bundle = tiny("llama"), tmp_path / "bundle"
