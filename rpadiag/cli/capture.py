@@ -71,7 +71,7 @@ def capture(
         sites=tuple(sites or ()),
         max_tokens=max_tokens,
         generate=generate,
-        align=shared.regions_of(align),
+        align=shared.aligned_of(align),
         contract=contract,
         shard=shard,
         engine_args=tuple(engine_arg or ()),

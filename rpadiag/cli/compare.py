@@ -162,7 +162,7 @@ def compare(
         generate=generate,
         temperature=temperature,
         top_p=top_p,
-        align=shared.regions_of(align),
+        align=shared.aligned_of(align),
         contract=contract,
         control=control,
         shard=shard,

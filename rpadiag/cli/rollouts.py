@@ -97,7 +97,7 @@ def rollouts(
             device=device,
             attention=attention,
             temperature=temperature,
-            align=shared.regions_of(align),
+            align=shared.aligned_of(align),
             contract=contract,
             revision=revision,
             trust_remote_code=trust_remote_code,

@@ -23,13 +23,15 @@ _ATTRIBUTE = "_rpadiag_addends"
 class Channel:
     """What the aligned modules of one model hand to each other within a forward.
 
+    wide: for both addends of a sum stands the sum itself, unrounded, as :mod:`rpadiag.regions.align_carry` leaves it; readers of one kind do not read the other.
     addends: (sum, x, residual), from what was compiled. stored: (normed, stored sum, what the norm was handed), from a norm to its layer, left only
     while a layer listens, because whoever holds it holds the whole graph. ready: (stored sum, normed, writes to the sum), from a layer that
     did both in one operation to the norm that it calls next. pending: a sum was left and nobody has read it yet; not while compiling, and not in a
     backward pass, which runs layers again and no final norm.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, wide: bool = False) -> None:
+        self.wide = wide
         self.addends: tuple[Tensor, Tensor, Tensor] | None = None
         self.stored: tuple[Tensor, Tensor, Tensor] | None = None
         self.listening = False
@@ -69,12 +71,16 @@ class Channel:
 
 
 def attach(total: Tensor, x: Tensor, residual: Tensor, channel: Channel | None) -> None:
-    """Remember that ``total`` is the rounded sum of ``x`` and ``residual``, for the readers of ``channel``. None: for any reader."""
+    """Remember that ``total`` is the rounded sum of ``x`` and ``residual``, for readers of the channel's kind. None: of any kind."""
     if channel is not None and torch.compiler.is_compiling():
         channel.addends = (total, x.detach(), residual.detach())
         return
     storage: Any = total.untyped_storage()
-    setattr(storage, _ATTRIBUTE, (_identity(total), channel, x.detach(), residual.detach()))
+    setattr(
+        storage,
+        _ATTRIBUTE,
+        (_identity(total), None if channel is None else channel.wide, x.detach(), residual.detach()),
+    )
     if channel is not None:
         channel.pending = not _in_backward()
 
@@ -89,7 +95,7 @@ def addends_of(total: Tensor, channel: Channel) -> tuple[Tensor, Tensor] | None:
         channel.addends = None
         return None
     found = getattr(total.untyped_storage(), _ATTRIBUTE, None)
-    if found is None or found[0] != _identity(total) or found[1] not in (None, channel):
+    if found is None or found[0] != _identity(total) or found[1] not in (None, channel.wide):
         return None
     channel.pending = False
     return found[2], found[3]

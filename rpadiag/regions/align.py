@@ -327,7 +327,7 @@ def _align_carried_norms(alignment: Alignment, decoder: Decoder) -> None:
             detail=f"the model is {family.name}, the contract {contract.name()}",
             hint="use contract fp32-output, or carry=lp in a contract of your own",
         )
-    channel, operation = Channel(), RmsNormOperation(contract, alignment.kernels)
+    channel, operation = Channel(wide=True), RmsNormOperation(contract, alignment.kernels)
     norm = CarriedNormForward(operation=operation, channel=channel)
     last = alignment.num_layers - 1
     for number in alignment.layers:

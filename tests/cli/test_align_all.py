@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rpadiag.cli.app import run
+from rpadiag.cli.options import aligned_of, regions_of
 
 EMULATED = ("--rollout", "emulated", "--emulate", "fp32-output", "--contract", "fp32-output", "--control", "none")
 
@@ -76,3 +77,8 @@ def test_a_contract_file_of_another_shape_is_refused(
         given = ["--align", "all", "--contract", str(path), "--rollout", "emulated", "--run", str(tmp_path / name)]
         assert run(["compare", str(tiny("llama")), str(prompts), *given]) == 2
         assert "hint: " in capsys.readouterr().err
+
+
+def test_all_of_regions_to_attribute_or_fingerprint_is_each_of_the_method() -> None:
+    assert regions_of("all") == ("rope", "swiglu", "rmsnorm")
+    assert aligned_of("all") == ("all",) and aligned_of(None) == ()
