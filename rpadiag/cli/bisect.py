@@ -13,6 +13,7 @@ from rpadiag.cli.bisect_table import show
 from rpadiag.cli.compare import answer, leave
 from rpadiag.cli.output import hint, interruptible, print_json
 from rpadiag.sites import ALIGNABLE_REGIONS
+from rpadiag.workflows.arguments import named_regions
 from rpadiag.workflows.options import ATTRIBUTABLE_REGIONS, BisectOptions
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def bisect(
         model=model,
         prompts=prompts,
         run=run,
-        regions=shared.regions_of(regions),
+        regions=named_regions(regions),
         by=by,
         replicates=replicates,
         precision=precision,

@@ -12,6 +12,7 @@ from rpadiag.cli import options as shared
 from rpadiag.cli.bars import progress_on_stderr
 from rpadiag.cli.output import hint, print_findings, print_json
 from rpadiag.sites import ALIGNABLE_REGIONS
+from rpadiag.workflows.arguments import named_regions
 from rpadiag.workflows.options import DTYPES, MODES, STACKS, FingerprintOptions
 
 
@@ -82,7 +83,7 @@ def fingerprint(
         target=target,
         prompts=prompts,
         stack=stack,
-        regions=shared.regions_of(regions),
+        regions=named_regions(regions),
         output=output,
         dtype=dtype,
         device=device,

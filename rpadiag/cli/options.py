@@ -11,7 +11,7 @@ import typer
 from rpadiag.cli import completion
 from rpadiag.errors import MissingDependencyError, UsageError, unknown_name
 from rpadiag.sites import ALIGN_NAMES
-from rpadiag.workflows.arguments import aligned_regions, named_regions
+from rpadiag.workflows.arguments import aligned_regions
 from rpadiag.workflows.options import ATTENTIONS, DEFAULT_CONTRACT, DTYPES, MODES, ROLLOUTS
 from rpadiag.workflows.sharding import SHARDS
 
@@ -178,11 +178,6 @@ def aligned_of(text: str | None) -> tuple[str, ...]:
     if text is not None and not names:
         raise UsageError("no region to align", hint=f"--align all, some of {', '.join(ALIGN_NAMES)}, or no --align")
     return names
-
-
-def regions_of(text: str) -> tuple[str, ...]:
-    """Regions of ``--regions``; ``all`` is each of the method."""
-    return named_regions(text)
 
 
 def check_format(name: str) -> str:

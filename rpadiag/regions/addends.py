@@ -40,17 +40,14 @@ class Channel:
 
     def hand(self, stored: Tensor, normed: Tensor) -> None:
         """A layer has made ``normed`` of ``stored``, for the norm that it calls next."""
-        self.ready = stored, normed, 0
+        self.ready = stored, normed, _writes(stored)
         if not torch.compiler.is_compiling():
-            self.ready = stored, normed, _writes(stored)
             self.pending = not _in_backward()
 
     def take_ready(self, stored: Tensor) -> Tensor | None:
         """The normed tensor that a layer has made of ``stored`` already, once."""
         ready, self.ready = self.ready, None
-        if ready is None or ready[0] is not stored:
-            return None
-        if not torch.compiler.is_compiling() and ready[2] != _writes(stored):
+        if ready is None or ready[0] is not stored or ready[2] != _writes(stored):
             return None
         self.pending = False
         return ready[1]
@@ -129,8 +126,8 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
 
 
 def _writes(x: Tensor) -> int:
-    """How often ``x`` was written to in place; inference tensors do not count."""
-    return 0 if x.is_inference() else x._version
+    """How often ``x`` was written to in place; inference tensors do not count, nor does what is compiled."""
+    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
 class Reroute(torch.autograd.Function):

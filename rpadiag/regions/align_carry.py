@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rpadiag.regions.addends import Channel, addends_of, attach, take_loss
-from rpadiag.regions.align_modules import STORED, lost_sum, norm_eps
+from rpadiag.regions.addends import Channel, addends_of, attach
+from rpadiag.regions.align_modules import STORED, lost_sum, norm_eps, refuse_loss
 from rpadiag.regions.ops import RmsNormOperation
 
 CARRIED = ("carries sums unrounded", STORED)  # what the contract does, and what needs no such sum
@@ -89,9 +89,8 @@ class CarriedNormForward:
 
     def __call__(self, module: Any, hidden_states: Tensor) -> Tensor:
         wide = wide_sum(hidden_states, self.channel)
-        if wide is None and self.expects is not None and take_loss(hidden_states, self.channel):
-            raise lost_sum(*self.expects, *CARRIED)
         if wide is None:
+            refuse_loss(hidden_states, self.channel, self.expects, CARRIED)
             return self.operation(hidden_states, module.weight, None, norm_eps(module))  # type: ignore[return-value]
         normed = self.operation(wide, module.weight.to(torch.float32), None, norm_eps(module))
         return normed.to(hidden_states.dtype)  # type: ignore[union-attr]

@@ -45,9 +45,8 @@ class NormForward:
         if ready is not None:
             return ready
         addends = addends_of(hidden_states, self.channel) if self.reads_sum else None
-        if addends is None and self.expects is not None and take_loss(hidden_states, self.channel):
-            raise lost_sum(*self.expects, *UNROUNDED)
         if addends is None:
+            refuse_loss(hidden_states, self.channel, self.expects, UNROUNDED)
             return self.operation(hidden_states, module.weight, None, norm_eps(module))  # type: ignore[return-value]
         x, residual = addends
         y, stored = self.operation(x, module.weight, Reroute.apply(hidden_states, residual), norm_eps(module))
@@ -130,6 +129,12 @@ class LayerForward:
 # what a contract does, and what needs no such sum
 STORED = "a contract whose norms read stored sums (sum=lp variance=rounded), such as vllm-eager"
 UNROUNDED = ("normalises the sum before it is rounded", STORED)
+
+
+def refuse_loss(x: Tensor, channel: Channel, expects: tuple[int, str] | None, why: tuple[str, str]) -> None:
+    """Raise :func:`lost_sum` where the norm that was handed ``x`` expects a sum, has found none, and one was left."""
+    if expects is not None and take_loss(x, channel):
+        raise lost_sum(*expects, *why)
 
 
 def lost_sum(number: int, reader: str, what: str, instead: str) -> InputError:

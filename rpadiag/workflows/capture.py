@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from rpadiag.errors import NotComparableError
 from rpadiag.runs.manifest import environment_facts, now_utc, strict_json, token_digest, weights_digest
+from rpadiag.workflows.alignment import align_trainer
 from rpadiag.workflows.capture_job import Job, check_disk, prepare, size_in_words
 from rpadiag.workflows.inputs import check_model, load_trainer
-from rpadiag.workflows.options import DEFAULT_CONTRACT, CaptureOptions
+from rpadiag.workflows.options import CaptureOptions
 from rpadiag.workflows.progress import SILENT, Progress
 from rpadiag.workflows.rollout import start_rollout, visible_sites
 
@@ -222,12 +223,7 @@ def _trainer(options: CaptureOptions, job: Job, collection: BundleCollection, en
     trainer = load_trainer(options, model=job.model, device=job.device, dtype=job.dtype, attention=options.attention)
     aligned: dict[str, Any] | None = None
     if options.align:
-        from rpadiag.engines.sharded import aligned as align_over_ranks
-
-        contract = options.contract or DEFAULT_CONTRACT
-        alignment = enter(align_over_ranks(trainer, options.align, contract))
-        contracts = alignment.to_dict()
-        aligned = {"regions": list(contracts["regions"]), "contract": contract, "contracts": contracts}
+        aligned = align_trainer(trainer, options.align, options.contract, enter)
 
     def captures(numbers: Sequence[int]) -> Iterator[tuple[int, TokenSequence, Path]]:
         for number in numbers:

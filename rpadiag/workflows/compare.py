@@ -26,12 +26,13 @@ from rpadiag.findings import Finding, Verdict
 from rpadiag.runs import RunWriter, create_run
 from rpadiag.runs.manifest import differing_tensors
 from rpadiag.sites import REDUCED, in_execution_order, match_sites, reduced_site, split_site
+from rpadiag.workflows.alignment import align_trainer
 from rpadiag.workflows.compare_rows import prompt_row, token_columns
 from rpadiag.workflows.control import fp32_control
 from rpadiag.workflows.decoding import decode_finding, sample_tokens, sampling_of
 from rpadiag.workflows.floors import measure_floors
 from rpadiag.workflows.inputs import Inputs, check_model, load_inputs
-from rpadiag.workflows.options import DEFAULT_CONTRACT, CompareOptions
+from rpadiag.workflows.options import CompareOptions
 from rpadiag.workflows.progress import SILENT, Progress
 from rpadiag.workflows.rollout import Rollout, start_rollout, visible_sites
 from rpadiag.workflows.scored import Scored
@@ -174,13 +175,9 @@ def _sampling(options: CompareOptions) -> dict[str, Any] | None:
 def _align(options: CompareOptions, inputs: Inputs, run: RunWriter, stack: ExitStack) -> dict[str, Any] | None:
     if not options.align:
         return None
-    from rpadiag.engines.sharded import aligned
-
-    contract = options.contract or DEFAULT_CONTRACT
-    alignment = stack.enter_context(aligned(inputs.trainer, options.align, contract))
-    contracts = alignment.to_dict()
-    run.set_effective(contract=contract, align=list(contracts["regions"]))
-    return {"regions": list(contracts["regions"]), "contract": contract, "contracts": contracts}
+    entry = align_trainer(inputs.trainer, options.align, options.contract, stack.enter_context)
+    run.set_effective(contract=entry["contract"], align=entry["regions"])
+    return entry
 
 
 def _check_weights(run: RunWriter, inputs: Inputs, rollout: Rollout) -> list[str]:

@@ -17,8 +17,9 @@ import numpy as np
 
 from rpadiag.errors import InputError
 from rpadiag.findings import Finding
+from rpadiag.workflows.alignment import align_trainer
 from rpadiag.workflows.inputs import resolve_device
-from rpadiag.workflows.options import DEFAULT_CONTRACT, ScoringOptions
+from rpadiag.workflows.options import ScoringOptions
 from rpadiag.workflows.progress import Progress, Stage
 from rpadiag.workflows.smollm2 import check_model_named, resolve_model
 
@@ -195,7 +196,6 @@ def check_scoring_model(options: ScoringOptions, progress: Progress) -> None:
 def start_scoring(options: ScoringOptions, run: RunWriter | None, progress: Progress) -> Iterator[Scorer]:
     """The trainer, loaded, aligned where that is asked for, and recorded in the run with the digests of its weights."""
     from rpadiag.engines.trainer import TrainerEngine
-    from rpadiag.regions.align import align
 
     device = resolve_device(options.device)
     with progress.stage("load trainer"):
@@ -210,10 +210,7 @@ def start_scoring(options: ScoringOptions, run: RunWriter | None, progress: Prog
     with ExitStack() as stack:
         aligned = None
         if options.align:
-            contract = options.contract or DEFAULT_CONTRACT
-            alignment = stack.enter_context(align(trainer.model, regions=options.align, contract=contract))
-            contracts = alignment.to_dict()
-            aligned = {"regions": list(contracts["regions"]), "contract": contract, "contracts": contracts}
+            aligned = align_trainer(trainer, options.align, options.contract, stack.enter_context)
         if run is not None:
             run.set_effective(device=device, dtype=str(trainer.dtype).removeprefix("torch."))
             if aligned is not None:

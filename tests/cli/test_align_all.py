@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from rpadiag.cli.app import run
-from rpadiag.cli.options import aligned_of, regions_of
+from rpadiag.cli.options import aligned_of
+from rpadiag.workflows.arguments import named_regions
 
 EMULATED = ("--rollout", "emulated", "--emulate", "fp32-output", "--contract", "fp32-output", "--control", "none")
 
@@ -80,5 +81,5 @@ def test_a_contract_file_of_another_shape_is_refused(
 
 
 def test_all_of_regions_to_attribute_or_fingerprint_is_each_of_the_method() -> None:
-    assert regions_of("all") == ("rope", "swiglu", "rmsnorm")
+    assert named_regions("all") == ("rope", "swiglu", "rmsnorm")
     assert aligned_of("all") == ("all",) and aligned_of(None) == ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -39,6 +40,15 @@ def make_model(family: str = "llama", *, dtype: torch.dtype = torch.bfloat16, se
         if "norm" in name:
             parameter.data.add_(torch.randn_like(parameter) * 0.2)
     return model.train()
+
+
+def adapted(family: str, model: Any = None) -> Any:
+    """A model with LoRA adapters, the same whenever it is made: ``model``, or a new one of the family. Skips the test without peft."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    model = make_model(family) if model is None else model
+    torch.manual_seed(0)
+    return peft.get_peft_model(model, config)
 
 
 def step(model: nn.Module, forward: Callable[..., Any] | None = None, ids: Tensor = IDS) -> Result:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from aligned_models import IDS, Result, assert_same, differs, make_model, step
+from aligned_models import IDS, Result, adapted, assert_same, differs, make_model, step
 
 import rpadiag
 from rpadiag.errors import InputError, UsageError
@@ -46,28 +46,23 @@ def test_the_default_compiler_carries_within_a_layer_and_no_further() -> None:
         assert torch.equal(torch.compile(model)(input_ids=IDS, use_cache=False).logits, expected)
 
 
-def compiled_logits(preset: str, *, by_layer: bool, checkpointed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of a training step without and with torch.compile, of the model or of each layer."""
-    model = make_model("llama")
-    model.config.use_cache = False
-    with rpadiag.align(model, contract=preset):
-        expected = step(model)[0]
-        if checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        torch._dynamo.reset()
-        if by_layer:
-            for layer in model.model.layers:
-                layer.compile(backend="aot_eager")
-        return expected, step(model, None if by_layer else torch.compile(model, backend="aot_eager"))[0]
-
-
 @pytest.mark.parametrize("preset", ["fp32-output", *CARRYING])
 @pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by layer"])
 def test_a_sum_that_checkpointing_keeps_from_the_next_graph_is_an_error_and_no_other_result(
     preset: str, by_layer: bool
 ) -> None:
-    with pytest.raises(InputError, match=r"(?s)did not reach .*hint: .*torch\.compile together with gradient checkp"):
-        compiled_logits(preset, by_layer=by_layer, checkpointed=True)
+    model = make_model("llama")
+    model.config.use_cache = False
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch._dynamo.reset()
+    with rpadiag.align(model, contract=preset):
+        for layer in model.model.layers if by_layer else ():
+            layer.compile(backend="aot_eager")
+        forward = None if by_layer else torch.compile(model, backend="aot_eager")
+        with pytest.raises(
+            InputError, match=r"(?s)did not reach .*hint: .*torch\.compile together with gradient checkp"
+        ):
+            step(model, forward)
 
 
 @pytest.mark.parametrize("preset", ["fp32-output", *CARRYING])
@@ -96,14 +91,9 @@ def test_a_norm_that_rounds_inside_is_refused_where_sums_are_carried(axis: str) 
 @BOTH
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["all kept", "nonreentrant", "reentrant"])
 def test_adapters_train_on_an_aligned_model(preset: str, reentrant: bool | None) -> None:
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
-    torch.manual_seed(0)
-    before_peft = peft.get_peft_model(make_model("llama"), config)
-    torch.manual_seed(0)
-    base = make_model("llama")
+    before_peft, base = adapted("llama"), make_model("llama")
     rpadiag.align(base, contract=preset)
-    after_align = peft.get_peft_model(base, config)
+    after_align = adapted("llama", base)
     if reentrant is not None:
         after_align.enable_input_require_grads()
         after_align.gradient_checkpointing_enable({"use_reentrant": reentrant})

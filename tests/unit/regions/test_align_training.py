@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from aligned_models import IDS, LAYERS, WAYS, assert_same, make_model, step
+from aligned_models import IDS, LAYERS, WAYS, adapted, assert_same, make_model, step
 from torch import nn
 
 import rpadiag
@@ -67,14 +67,9 @@ def test_compiled_alignment_is_one_graph() -> None:
 
 
 def test_adapters_train_on_an_aligned_model() -> None:
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
-    torch.manual_seed(0)
-    before_peft = peft.get_peft_model(make_model("llama"), config)
-    torch.manual_seed(0)
-    base = make_model("llama")
+    before_peft, base = adapted("llama"), make_model("llama")
     alignment = rpadiag.align(base)
-    after_align = peft.get_peft_model(base, config)
+    after_align = adapted("llama", base)
     with rpadiag.align(before_peft):
         one, two = step(before_peft), step(after_align)
     assert_same(one, two)
